@@ -286,7 +286,6 @@ class BaseConnection(ABC):
         payload: bytes,
         timeout: float,
         *,
-        header: bytes = b"",
         mapped: str = "",
         again: float = math.inf,
     ) -> Frame:
@@ -298,7 +297,6 @@ class BaseConnection(ABC):
             subject: Where to send it.
             payload: What to send.
             timeout: Seconds to wait for the connection and the reply together.
-            header: The encoded header block.
             mapped: The name to which the server may map the subject: a refusal has that name.
             again: Seconds after which it is sent again while there is no reply, also after a reconnect; for requests that
                 change nothing.
@@ -314,7 +312,7 @@ class BaseConnection(ABC):
         Cancellation: Nothing is left behind; a request that was sent may be carried out.
         """
         frames.check_line(subject, self.inbox_size)
-        frames.check_size(len(header) + len(payload), self.max_payload, subject)
+        frames.check_size(len(payload), self.max_payload, subject)
         loop = asyncio.get_running_loop()
         deadline, answer = loop.time() + timeout, loop.create_future()
 
@@ -326,7 +324,7 @@ class BaseConnection(ABC):
 
         handler = InboxHandler(lambda got: complete(answer, got[0]), lost, refused=refused)
         inbox = await self.inbox(handler, timeout=timeout)
-        command = frames.pub(subject.encode(), inbox.subject.encode(), header, payload)
+        command = frames.pub(subject.encode(), inbox.subject.encode(), b"", payload)
         try:
             while True:
                 if not self.usable:
@@ -423,13 +421,15 @@ class BaseConnection(ABC):
 
     # -- bounded waits ------------------------------------------------------------------------------------------------
 
-    async def bounded(self, operation: Awaitable[_T], timeout: float, what: str) -> _T:
+    async def bounded(self, operation: Awaitable[_T], timeout: float, what: str, *, subject: str = "") -> _T:
         """Await an operation of nats-py, or an event, until `timeout` seconds have passed or the connection has ended.
 
         nats-py's own waits have no bound, and some swallow a cancellation. The operation therefore runs in its own task,
         which is cancelled if this call ends first. `what` names the awaited thing in the RequestTimeoutError. An error of
-        the socket, or a full buffer while nats-py reconnects, is a ConnectionReconnectingError.
+        the socket, or a full buffer while nats-py reconnects, is a ConnectionReconnectingError. Raises NotPermittedError as
+        soon as the server refuses a message to `subject`.
         """
+        refused = self.refusals([subject])
         task = asyncio.ensure_future(operation)
         task.add_done_callback(mark_retrieved)
         deadline = asyncio.get_running_loop().time() + timeout
@@ -439,6 +439,8 @@ class BaseConnection(ABC):
                 done, _ = await asyncio.wait({task}, timeout=max(0.0, min(remaining, _WAIT_POLL)))
                 if done:
                     return task.result()
+                if refused():
+                    raise NotPermittedError(subject)
                 if (end := self.end) is not None:
                     raise end
                 if remaining <= 0:

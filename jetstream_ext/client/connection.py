@@ -29,7 +29,6 @@ from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import PubAck
-from nats.js.errors import NoStreamResponseError
 from nats.js.kv import KeyValue
 from nats.js.manager import JetStreamManager
 
@@ -46,12 +45,12 @@ from jetstream_ext.client.base_connection import (
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import feature_table, frames
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import Target, parse_answer, parsing
+from jetstream_ext.protocol.api import Target, parsing
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.protocol.subjects import bucket_prefix, bucket_stream, check_subject
 from jetstream_ext.text import get_logger
+from jetstream_ext.types import own_headers
 
 # States of nats-py's parser (nats.protocol.parser).
 _AWAITING_CONTROL_LINE = 1
@@ -67,6 +66,9 @@ _log = get_logger("client")
 _DOMAIN: Final = re.compile(r"\$JS\.([^.]+)\.API\Z")
 
 _MISSING: Final = object()
+
+# What nats-py appends to an inbox for the reply to a request: a dot, an id of 22 characters and 4 more.
+_REQUEST_TOKEN: Final = 27
 
 _CLOSED_SIDS_KEPT = 64
 _PARSED_LINES_KEPT = 4096
@@ -470,32 +472,29 @@ class Context:
     async def publish(
         self, subject: str, payload: bytes, headers: Mapping[str, str], timeout: float, what: str
     ) -> PubAck:
-        """Publish a message to a stream and return its ack, within `timeout` seconds; `what` names the awaited thing.
+        """Publish by nats-py's ``js.publish``, within `timeout` seconds; `what` names the awaited thing.
 
         Raises:
             BadSubjectError, BadHeaderError, MaxPayloadError: A server would not take the message; nothing was sent.
             NotPermittedError: The server has refused the message: it is not stored.
-            NoStreamResponseError: nats-py's: no stream stores the subject.
-            ServerError: The stream has refused the message: it is not stored.
             OtherDomainError: The ack is that of a stream of another domain than the context's.
             RequestTimeoutError, ResponseError: There was no ack, or a malformed one: the message may be stored.
+            Exception: As ``js.publish`` does.
         """
-        connection, header = self.connection, h.encode(headers.items()) if headers else b""
+        assert isinstance(self.js, JetStreamContext)  # only those publish
+        connection = self.connection
+        frames.check_line(subject, connection.inbox_size + _REQUEST_TOKEN)
+        frames.check_size(len(h.encode(headers.items())) + len(payload), connection.max_payload, subject)
+        publishing = self.js.publish(subject, payload, timeout=timeout, headers=own_headers(headers.items()))
         try:
-            _, body, size = await connection.request(subject, payload, timeout, header=header, mapped=subject)
-        except nats.errors.NoRespondersError as error:
-            raise NoStreamResponseError from error
-        except nats.errors.ConnectionReconnectingError as error:
-            raise RequestTimeoutError(f"the connection was lost while waiting for {what}") from error
+            with parsing(f"the ack on {subject}"):
+                ack = await connection.bounded(publishing, timeout, what, subject=subject)
         except NotPermittedError:
             raise
-        except RequestTimeoutError:
+        except nats.errors.TimeoutError:  # of nats-py or of `bounded`
             late = RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}")
             raise connection.explained(late, [subject]) from None
-        reply, target = parse_answer(subject, body[size:]), self.target()
-        with parsing(f"the ack on {subject}", body):
-            stream, seq = json_text(reply["stream"], "stream"), json_number(reply["seq"], "seq")
-            ack = PubAck(stream, seq, domain=reply.get("domain"), duplicate=reply.get("duplicate"))
+        target = self.target()
         if other := target.other_stream(ack.stream, ack.domain):
             raise OtherDomainError(target.answered_by(other))
         return ack
