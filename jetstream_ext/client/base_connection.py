@@ -302,9 +302,10 @@ class BaseConnection(ABC):
                 change nothing.
 
         Raises:
-            NotPermittedError: The server has refused the request: it was not carried out.
+            NotPermittedError: The server has refused the request: it was not carried out. Or it has refused the subscription
+                to the reply, as the text says.
             NoRespondersError: nats-py's: nobody is subscribed to the subject.
-            RequestTimeoutError: There was no reply in time, or the user may not subscribe to replies.
+            RequestTimeoutError: There was no reply in time.
             ConnectionReconnectingError: nats-py's: the connection was lost after the request was sent.
             ConnectionClosedError, ConnectionDrainingError: nats-py's: no reply can come any more.
             BadSubjectError, MaxPayloadError: The subject is too long, or the message is too large; nothing was sent.
@@ -320,7 +321,7 @@ class BaseConnection(ABC):
             complete(answer, self.end or nats.errors.ConnectionReconnectingError())
 
         def refused(_: Exception) -> None:
-            complete(answer, RequestTimeoutError(f"no answer on {subject}{self.why_silent(())}"))
+            complete(answer, NotPermittedError(subject, f"no answer on {subject}{self.why_silent(())}"))
 
         handler = InboxHandler(lambda got: complete(answer, got[0]), lost, refused=refused)
         inbox = await self.inbox(handler, timeout=timeout)

@@ -132,3 +132,12 @@ async def test_a_refused_watch_leaves_nothing_behind(guarded: Guarded, leak_chec
                 await anext(watch)
         assert set(nc._subs) == before
     await leak_check.assert_clean()
+
+
+@each("fallback", KINDS)
+async def test_a_request_ends_at_once_if_the_user_may_not_hear_the_answer(guarded: Guarded, fallback: bool) -> None:
+    guarded.deny("_INBOX.>")
+    await guarded.reload()
+    async with guarded.client(fallback=fallback) as nc, asyncio.timeout(20):
+        with pytest.raises(nats.errors.TimeoutError, match=r"no permission to subscribe to _INBOX\.>"):
+            await jsx.source_health(nc.jetstream(timeout=60), "S")
