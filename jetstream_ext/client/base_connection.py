@@ -108,7 +108,7 @@ class InboxSubscription:
         self.subject = subject
         self.handler: InboxHandler | None = handler
         self.subscription: Subscription | None = None
-        self.sid = 0
+        self.sid = 0  # `Connection` needs it
         self._connection = connection
         self._loop = asyncio.get_running_loop()
 
@@ -232,10 +232,10 @@ class BaseConnection(ABC):
         if not self._inboxes and self._poll is not None:
             self._poll.cancel()
             self._poll = None
-        self._unsubscribe(inbox, subscription)
+        self._unsubscribe(inbox.sid, subscription)
 
     @abstractmethod
-    def _unsubscribe(self, inbox: InboxSubscription, subscription: Subscription) -> None: ...
+    def _unsubscribe(self, sid: int, subscription: Subscription) -> None: ...
 
     def _check_inboxes(self) -> None:
         self._poll = None
@@ -614,7 +614,7 @@ class FallbackConnection(BaseConnection):
 
     def _drop_late_subscription(self, subscribing: asyncio.Task[Subscription]) -> None:
         if not subscribing.cancelled() and subscribing.exception() is None:
-            self._end(subscribing.result())
+            self._unsubscribe(0, subscribing.result())
 
     def _look(self) -> None:
         session, connected = self.nc.stats["reconnects"], self.nc.is_connected
@@ -627,12 +627,9 @@ class FallbackConnection(BaseConnection):
             self._newest_error = error
             self._note_refusal(str(error))
 
-    def _unsubscribe(self, inbox: InboxSubscription, subscription: Subscription) -> None:
-        self._end(subscription)
-
-    def _end(self, subscription: Subscription) -> None:
+    def _unsubscribe(self, sid: int, subscription: Subscription) -> None:
         # The command is in nats-py's buffer at once.
-        self._spawn(self.bounded(_unsubscribe(subscription), _WAIT_POLL, "the end of a subscription"))
+        self._spawn(self.bounded(subscription.unsubscribe(), _WAIT_POLL, "the end of a subscription"))
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         self.check_usable()
@@ -665,13 +662,6 @@ class FallbackConnection(BaseConnection):
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(mark_retrieved)
         return task
-
-
-async def _unsubscribe(subscription: Subscription) -> None:
-    with contextlib.suppress(  # the subscription of a closed connection has already ended
-        nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError, nats.errors.BadSubscriptionError
-    ):
-        await subscription.unsubscribe()
 
 
 def mark_retrieved(task: asyncio.Future[Any]) -> None:

@@ -116,14 +116,14 @@ class Connection(BaseConnection):
             self._append(b"SUB %b  %d\r\n" % (subscription.subject.encode(), sid))
         return self._opened(inbox, subscription)
 
-    def _unsubscribe(self, inbox: InboxSubscription, subscription: Subscription) -> None:
-        nc, sid = self.nc, b"%d" % inbox.sid
-        if nc._subs.get(inbox.sid) is subscription:  # nats-py runs nothing for it, because it has no callback
-            del nc._subs[inbox.sid]
+    def _unsubscribe(self, sid: int, subscription: Subscription) -> None:
+        nc = self.nc
+        if nc._subs.get(sid) is subscription:  # nats-py runs nothing for it, because it has no callback
+            del nc._subs[sid]
             if nc.is_connected:
-                self._append(b"UNSUB %b\r\n" % sid)
+                self._append(b"UNSUB %d\r\n" % sid)
         # `_cut` discards late frames of this subscription; nats-py would parse them one by one.
-        self._closed_sids.append(sid)
+        self._closed_sids.append(b"%d" % sid)
         if len(self._closed_sids) > _CLOSED_SIDS_KEPT:
             del self._by_sid[self._closed_sids.popleft()]
 
