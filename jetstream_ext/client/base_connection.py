@@ -35,9 +35,10 @@ _log: Final = get_logger("client")
 _DEFAULT_MAX_PAYLOAD: Final = 1 << 20  # of servers
 # Seconds between two looks at the connection, during a wait and while inboxes are open: nats-py has no event for one that
 # is closed while it reconnects or while its server reads nothing.
-_SHORTEST_POLL: Final = 0.0005
-_WAIT_POLL: Final = 0.02
+_WAIT_POLL: Final = 0.05
 _INBOX_POLL: Final = 0.2
+_USABLE_POLL: Final = 0.02
+_ROOM_POLL: Final = 0.001
 _CANCEL_AGAIN: Final = 0.5
 _CANCELLATIONS: Final = 10
 
@@ -416,9 +417,8 @@ class BaseConnection(ABC):
 
         Nothing is written. Raises RequestTimeoutError, and nats-py's error of a connection that has ended.
         """
-        await self._wait(
-            lambda: self.has_room or over(), timeout, f"timed out after {timeout:.4g} s while waiting for {ROOM}"
-        )
+        late = f"timed out after {timeout:.4g} s while waiting for {ROOM}"
+        await self._wait(lambda: self.has_room or over(), timeout, late, _ROOM_POLL)
 
     # -- bounded waits ------------------------------------------------------------------------------------------------
 
@@ -456,10 +456,10 @@ class BaseConnection(ABC):
     async def wait_usable(self, timeout: float) -> None:
         """Wait until the connection is usable; raise RequestTimeoutError, or `end` if it will not be any more."""
         late = f"the connection was lost and did not come back within {timeout:.4g} s"
-        await self._wait(lambda: self.usable, timeout, late)
+        await self._wait(lambda: self.usable, timeout, late, _USABLE_POLL)
 
-    async def _wait(self, goal: Callable[[], bool], timeout: float, late: str) -> None:
-        loop, pause = asyncio.get_running_loop(), _SHORTEST_POLL
+    async def _wait(self, goal: Callable[[], bool], timeout: float, late: str, pause: float) -> None:
+        loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while not goal():
             if (end := self.end) is not None:
@@ -468,7 +468,6 @@ class BaseConnection(ABC):
             if remaining <= 0:
                 raise RequestTimeoutError(late)
             await asyncio.sleep(min(pause, remaining))
-            pause = min(2 * pause, _WAIT_POLL)
 
     # -- what the server has refused ----------------------------------------------------------------------------------
 
