@@ -139,6 +139,9 @@ class Api:
                 if self._lookup:
                     cache.refused[subject] = asyncio.get_running_loop().time()
                 raise
+            except RequestTimeoutError:  # it names the seconds that were left
+                why = connection.why_silent(())
+                raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s{why}") from None
             except nats.errors.ConnectionReconnectingError as error:
                 raise RequestTimeoutError(f"no answer on {subject}: the connection was lost") from error
             except nats.errors.NoRespondersError as error:
