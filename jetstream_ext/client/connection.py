@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import inspect
 import re
-import sys
 import warnings
-from asyncio.tasks import _enter_task, _leave_task  # documented in "Extending asyncio"
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import nats.errors
@@ -92,7 +89,6 @@ class Connection(BaseConnection):
         self._parsed_lines: dict[bytes, _Line] = {}
         self._line_length = 1  # of the newest parsed line, with its CRLF
         self._watched_reader: asyncio.Task[Any] | None = None
-        self._delivering = False  # a handler of frames runs
 
     @property
     def usable(self) -> bool:
@@ -140,8 +136,6 @@ class Connection(BaseConnection):
         nc = self.nc
         nc._pending.append(data)
         nc._pending_data_size += len(data)
-        if self._delivering and self.push():
-            return
         queue = nc._flush_queue
         assert queue is not None
         if queue.empty():  # one wake-up is enough: nats-py's flusher writes the whole buffer
@@ -269,48 +263,12 @@ class Connection(BaseConnection):
         stats["in_msgs"] += len(batch)
         stats["in_bytes"] += payload_bytes
         if inbox is not None and inbox.handler is not None:
-            self._delivering = True
-            try:
-                call_handler(inbox.handler.frames, batch)
-            finally:
-                self._delivering = False
+            call_handler(inbox.handler.frames, batch)
 
     def _check_total(self, total: int) -> None:
         """Raise, for nats-py to end the connection, if a message is larger than any: it would be buffered without bound."""
         if total > max(_LARGEST_MESSAGE, min(self.max_payload, _LARGEST_LIMIT)) + _MESSAGE_HEADERS:
             raise _protocol_error("a message that is larger than any that it can have")
-
-
-def call_as(task: asyncio.Task[Any] | None, waiter: asyncio.Future[Any] | None, function: Callable[[], None]) -> bool:
-    """Call `function`, which raises no Exception, as part of `task`, which waits for `waiter`, and in its context.
-
-    Returns False, and calls nothing, if that is not possible. In `function`, `asyncio.current_task()` is `task`, also if
-    this is called from a handler, which is part of nats-py's reader task.
-    """
-    context = _context_of(task, waiter)
-    if task is None or context is None:
-        return False
-    loop, running = asyncio.get_running_loop(), asyncio.current_task()
-    if running is not None:
-        _leave_task(loop, running)
-    _enter_task(loop, task)
-    try:
-        context.run(function)
-    except RuntimeError:  # it runs already: tasks may share one
-        return False
-    finally:
-        _leave_task(loop, task)
-        if running is not None:
-            _enter_task(loop, running)
-    return True
-
-
-def _context_of(task: asyncio.Task[Any] | None, waiter: asyncio.Future[Any] | None) -> contextvars.Context | None:
-    """Return the context of a task, or None if it is not known: before Python 3.12, only the future that it awaits has it."""
-    if sys.version_info >= (3, 12):
-        return None if task is None else task.get_context()
-    callbacks = getattr(waiter, "_callbacks", None)
-    return callbacks[0][1] if callbacks else None
 
 
 def _protocol_error(what: str) -> nats.errors.ProtocolError:
