@@ -126,8 +126,7 @@ class Api:
         # The server maps the API of its own domain.
         mapped = f"{DEFAULT_PREFIX}.{what}" if subject.startswith(f"$JS.{connection.domain}.API.") else ""
         again = _REPEAT_AFTER if repeat else math.inf
-        retry = Retry(self.remaining, first_pause=LAG_PAUSE)
-        retry.start()
+        retry: Retry | None = None
         while True:
             left = max(0.0, self.remaining)
             try:
@@ -157,6 +156,8 @@ class Api:
                     raise
                 late = RequestTimeoutError(f"no leader answered on {subject} within {self.timeout:.4g} s")
                 late.__cause__ = error
+                if retry is None:
+                    retry = Retry(max(0.0, self.remaining), first_pause=LAG_PAUSE)
                 await retry.pause_until_deadline(late)
 
     async def stream(
