@@ -103,10 +103,11 @@ class InboxHandler:
 
 
 class InboxSubscription:
-    """A subscription that delivers to an `InboxHandler` until `close`, after which `handler` is None."""
+    """A subscription to `filter` that delivers to an `InboxHandler` until `close`, after which `handler` is None."""
 
-    def __init__(self, connection: BaseConnection, subject: str, handler: InboxHandler) -> None:
-        self.subject = subject
+    def __init__(self, connection: BaseConnection, subject: str, tail: str, handler: InboxHandler) -> None:
+        self.subject = subject or connection.nc.new_inbox()
+        self.filter = self.subject + tail
         self.handler: InboxHandler | None = handler
         self.subscription: Subscription | None = None
         self.sid = 0  # `Connection` needs it
@@ -274,7 +275,7 @@ class BaseConnection(ABC):
         if subject.startswith(f"{answers.lower()}."):
             self._refusals.silent = f"{answers}.>"
         for inbox in list(self._inboxes):
-            handler, name = inbox.handler, inbox.subject
+            handler, name = inbox.handler, inbox.filter
             if subject == name.lower() and handler is not None and handler.refused is not None:
                 text = f"the server refused the subscription: no permission to subscribe to {name}"
                 call_handler(handler.refused, NotPermittedError(name, text))
@@ -588,14 +589,14 @@ class FallbackConnection(BaseConnection):
     async def inbox(
         self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
     ) -> InboxSubscription:
-        inbox = InboxSubscription(self, subject or self.nc.new_inbox(), handler)
+        inbox = InboxSubscription(self, subject, tail, handler)
 
         async def deliver(msg: Msg) -> None:
             if inbox.handler is not None:  # nats-py delivers what it has received until the subscription has ended
                 block = h.rebuild(msg.headers)
                 call_handler(inbox.handler.frames, [(msg.subject.encode(), block + msg.data, len(block))])
 
-        subscribing = self._track(asyncio.ensure_future(self.nc.subscribe(inbox.subject + tail, cb=deliver)))
+        subscribing = self._track(asyncio.ensure_future(self.nc.subscribe(inbox.filter, cb=deliver)))
         try:
             subscription = await self.bounded(asyncio.shield(subscribing), timeout, "the subscription to an inbox")
         except BaseException:

@@ -102,14 +102,14 @@ class Connection(BaseConnection):
         if not self.usable:
             self.check_open()
         self._watch_reader()
-        inbox = InboxSubscription(self, subject or nc.new_inbox(), handler)
+        inbox = InboxSubscription(self, subject, tail, handler)
         nc._sid = sid = nc._sid + 1
         inbox.sid = sid
         # The same as nats-py's `subscribe`, without its unbounded wait for the flusher.
-        subscription = nc._subs[sid] = Subscription(nc, sid, inbox.subject + tail)
+        subscription = nc._subs[sid] = Subscription(nc, sid, inbox.filter)
         self._by_sid[b"%d" % sid] = inbox
         if nc.is_connected:  # otherwise nats-py subscribes when it is connected again
-            self._append(b"SUB %b  %d\r\n" % (subscription.subject.encode(), sid))
+            self._append(b"SUB %b  %d\r\n" % (inbox.filter.encode(), sid))
         return self._opened(inbox, subscription)
 
     def _unsubscribe(self, sid: int, subscription: Subscription) -> None:
