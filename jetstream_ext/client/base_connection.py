@@ -462,9 +462,11 @@ class BaseConnection(ABC):
     async def _wait(self, goal: Callable[[], bool], timeout: float, late: str, pause: float) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        while not goal():
-            if (end := self.end) is not None:
+        while True:
+            if (end := self.end) is not None:  # it makes room, too
                 raise end
+            if goal():
+                return
             remaining = deadline - loop.time()
             if remaining <= 0:
                 raise RequestTimeoutError(late)
