@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,7 +17,7 @@ from nats.aio.client import Client
 from nats.js.api import DEFAULT_PREFIX
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.base_connection import NotPermittedError, mark_retrieved
+from jetstream_ext.client.base_connection import BaseConnection, NotPermittedError, mark_retrieved
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry, has_no_leader
 from jetstream_ext.errors import (
@@ -112,66 +112,53 @@ class Api:
             BadSubjectError: The subject is invalid; nothing was sent.
         """
         subject = f"{prefix or self.context.prefix}.{what}"
-        check_filter(subject)  # it may have a name or prefix that another program wrote; nats-py sends any bytes
+        check_filter(subject)  # it may have a name or prefix that another program wrote
         payload = b"" if body is None else orjson.dumps(body)
-
-        refusal: ServerError | None = None
+        connection = self.context.connection
+        cache = _cache(self.context, connection)
 
         def heard(no_jetstream: str) -> None:
             if prefix is None:
-                _cache(self.context).no_jetstream = no_jetstream
+                cache.no_jetstream = no_jetstream
 
-        async def send() -> dict[str, Any]:
-            nonlocal refusal
+        if self._lookup:
+            cache.check_refused(subject)
+        # The server maps the API of its own domain.
+        mapped = f"{DEFAULT_PREFIX}.{what}" if subject.startswith(f"$JS.{connection.domain}.API.") else ""
+        again = _REPEAT_AFTER if repeat else math.inf
+        retry: Retry | None = None
+        while True:
+            left = max(0.0, self.remaining)
             try:
-                left = max(0.0, self.remaining)
-                reply = await self.context.connection.request(subject, payload, left, mapped=f"{DEFAULT_PREFIX}.{what}")
-                answer = parse_answer(subject, reply.data, self._what or _object_of(what))
+                _, reply, size = await connection.request(subject, payload, left, mapped=mapped, again=again)
+                answer = parse_answer(subject, reply[size:], self._what or _object_of(what))
                 heard("")
                 return answer
             except NotPermittedError:
+                if self._lookup:
+                    cache.refused[subject] = asyncio.get_running_loop().time()
                 raise
-            except RequestTimeoutError:
-                raise RequestTimeoutError(
-                    self._unanswered(subject) + self.context.connection.why_silent(())
-                ) from refusal
+            except RequestTimeoutError:  # it names the seconds that were left
+                why = connection.why_silent(())
+                raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s{why}") from None
+            except nats.errors.ConnectionReconnectingError as error:
+                raise RequestTimeoutError(f"no answer on {subject}: the connection was lost") from error
             except nats.errors.NoRespondersError as error:
-                own = subject.startswith(f"{DEFAULT_PREFIX}.") and not self.context.connection.has_jetstream
+                own = subject.startswith(f"{DEFAULT_PREFIX}.") and not connection.has_jetstream
                 heard(_NONE_ON_THE_SERVER if own else f"no server answers on {subject}")
-                raise ServiceUnavailableError(
-                    Status.UNAVAILABLE, f"no server answers on {subject}: {NO_JETSTREAM}"
-                ) from error
+                text = f"no server answers on {subject}: {NO_JETSTREAM}"
+                raise ServiceUnavailableError(Status.UNAVAILABLE, text) from error
             except ServerError as error:
                 heard(_NOT_ENABLED.get(error.err_code or 0, ""))
                 if error.code == Status.NOT_FOUND:
                     raise NotFoundError(error.code, _missing(what, error), error.err_code) from error
-                refusal = error
-                raise
-
-        if self._lookup:
-            _cache(self.context).check_refused(subject)
-        try:
-            return await (self._repeated(subject, send) if repeat else send())
-        except NotPermittedError:
-            if self._lookup:
-                _cache(self.context).refused[subject] = asyncio.get_running_loop().time()
-            raise
-
-    def _unanswered(self, subject: str) -> str:
-        return f"no answer on {subject} within {self.timeout:.4g} s"
-
-    async def _repeated(self, subject: str, send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """Send a request again while there is no answer or no leader."""
-        retry = Retry(
-            self.remaining, first_pause=LAG_PAUSE, transient=has_no_leader, unanswered=self._unanswered(subject)
-        )
-        retry.start()
-        try:
-            return await retry.call(lambda: _first_answer(send))
-        except ServerError as error:
-            if has_no_leader(error):
-                raise RequestTimeoutError(f"no leader answered on {subject} within {self.timeout:.4g} s") from error
-            raise
+                if not (repeat and has_no_leader(error)):
+                    raise
+                late = RequestTimeoutError(f"no leader answered on {subject} within {self.timeout:.4g} s")
+                late.__cause__ = error
+                if retry is None:
+                    retry = Retry(max(0.0, self.remaining), first_pause=LAG_PAUSE)
+                await retry.pause_until_deadline(late)
 
     async def stream(
         self, name: str, body: Mapping[str, Any] | None = None, prefix: str | None = None
@@ -204,21 +191,6 @@ def _missing(request: str, refusal: ServerError) -> str:
         case ErrorCode.CONSUMER_NOT_FOUND, ["CONSUMER", _, stream, consumer, *_]:
             return f"stream {stream!r} has no consumer {consumer!r}"
     return refusal.message
-
-
-async def _first_answer(send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-    """Send a request repeatedly; return the first answer, or raise when the first request times out."""
-    asked: set[asyncio.Task[_T]] = set()
-    try:
-        while True:
-            asked.add(asyncio.create_task(send()))
-            done, _ = await asyncio.wait(asked, timeout=_REPEAT_AFTER, return_when=asyncio.FIRST_COMPLETED)
-            if done:
-                return done.pop().result()
-    finally:
-        for task in asked:
-            if not task.cancel():
-                mark_retrieved(task)
 
 
 async def gather_bounded(work: Callable[[_Item], Awaitable[_T]], items: Iterable[_Item], *, limit: int) -> list[_T]:
@@ -465,8 +437,8 @@ class _Cache:
 _caches: WeakKeyDictionary[Client, dict[str, _Cache]] = WeakKeyDictionary()
 
 
-def _cache(context: Context) -> _Cache:
-    by_prefix, session = _caches.setdefault(context.nc, {}), context.connection.session
+def _cache(context: Context, connection: BaseConnection | None = None) -> _Cache:
+    by_prefix, session = _caches.setdefault(context.nc, {}), (connection or context.connection).session
     cache = by_prefix.get(context.prefix)
     if cache is None or cache.session != session:
         cache = by_prefix[context.prefix] = _Cache(session)
@@ -505,13 +477,6 @@ async def find_server(context: Context, subject: str, stream: str | None, timeou
     return Server(level, version, state, last_seq, target, why_no_jetstream(context))
 
 
-async def ask_stream(context: Context, subject: str, stream: str | None, timeout: float) -> StreamState | None:
-    """Return the stream that stores `subject` (its name may be given), or None; raise as `Api.ask` does."""
-    api = Api(context, timeout, lookup=True)
-    name = stream or await stream_name(api, subject)
-    return None if name is None else await stream_state(api, name)
-
-
 async def lookup_stream(
     context: Context, subject: str, stream: str | None, timeout: float
 ) -> tuple[StreamState, int] | None:
@@ -524,11 +489,12 @@ async def lookup_stream(
         if now - asked_at < _CACHE_TTL and (state.name == stream if stream else state.stores(subject)):
             return state, last_seq
     try:
-        asked = await ask_stream(context, subject, stream, timeout)
+        api = Api(context, timeout, lookup=True)
+        if (name := stream or await stream_name(api, subject)) is None:
+            return None
+        asked = await stream_state(api, name)
     except (RequestTimeoutError, APIError, ResponseError):
         return None  # no answer now, no such stream, or the server's refusal of the batch will say more
-    if asked is None:
-        return None
     cache.streams = {name: known for name, known in cache.streams.items() if now - known[0] < _CACHE_TTL}
     cache.streams[asked.name] = now, asked, asked.last_seq
     return asked, asked.last_seq

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable, Sequence
@@ -11,6 +10,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Final, Literal, Self, Unpack, cast
 
+import nats.errors
 from nats.js import JetStreamContext
 
 from jetstream_ext.client import telemetry
@@ -439,7 +439,8 @@ class AbandonedBatches:
 
     Use it as an async context manager and iterate over it inside. The iteration ends with nats-py's
     ``ConnectionClosedError`` or ``ConnectionDrainingError`` when the connection is closed or drained. It continues after
-    a reconnect, without the batches that were announced in between.
+    a reconnect, without the batches that were announced in between, or before the server had the subscription. It ends with `RequestTimeoutError`, which names the
+    subject, without the permission to subscribe to the advisories, also if that is withdrawn later.
     """
 
     _inbox: InboxSubscription | None = None
@@ -451,21 +452,17 @@ class AbandonedBatches:
         # All domains publish to the same subject; the advisory names its domain.
         self._domain = self._js.domain
         self._pending: deque[AbandonedBatch] = deque()
+        self._failure: nats.errors.Error | None = None  # why no advisory comes any more
         self._changed = asyncio.Event()  # set while a batch is pending, and after the end
 
     async def __aenter__(self) -> Self:
         if self._inbox is not None:
             raise RuntimeError(f"the watch on {self._subject} is already open; call watch_abandoned() for another one")
-        connection, timeout, clock = self._js.connection, self._js.timeout, asyncio.get_running_loop().time
+        connection = self._js.connection
         connection.check_usable()
-        began = clock()
-        handler = InboxHandler(weakly(self._receive), disconnected=lambda: None)
-        self._inbox = await connection.inbox(handler, subject=self._subject, timeout=timeout)
-        try:
-            await connection.ping(began + timeout - clock())
-        except BaseException:
-            await self.aclose()
-            raise
+        self._failure = None
+        handler = InboxHandler(weakly(self._receive), weakly(self._disconnected), refused=weakly(self._fail))
+        self._inbox = await connection.inbox(handler, subject=self._subject, timeout=self._js.timeout)
         log_state(_log, f"watch {self._subject}", "opened")
         return self
 
@@ -500,6 +497,14 @@ class AbandonedBatches:
             self._changed.set()
             log_state(_log, f"watch {self._subject}", "batch abandoned", abandoned.reason, batch=abandoned.batch_id)
 
+    def _disconnected(self) -> None:
+        if (end := self._js.connection.end) is not None:
+            self._fail(end)
+
+    def _fail(self, error: nats.errors.Error) -> None:
+        self._failure = error
+        self._changed.set()
+
     def __del__(self) -> None:
         if self._inbox is not None:
             self._inbox.owner_dropped(f"watch_abandoned {self._subject}")
@@ -511,8 +516,10 @@ class AbandonedBatches:
         while self._inbox is not None:
             if self._pending:
                 return self._pending.popleft()
+            if self._failure is not None:
+                raise self._failure
             self._changed.clear()
-            await self._js.connection.bounded(self._changed.wait(), math.inf, "an advisory")
+            await self._changed.wait()
         raise StopAsyncIteration
 
 
@@ -532,6 +539,6 @@ def watch_abandoned(js: JetStreamContext, stream: str) -> AbandonedBatches:
     Raises:
         BadSubjectError: The name is not a valid stream name.
 
-    Requires: nats-server 2.12, and permission to subscribe to the advisories.
+    Requires: nats-server 2.12, and the permission to subscribe to ``$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED.<stream>``.
     """
     return AbandonedBatches(js, stream)

@@ -1,4 +1,4 @@
-"""Access to a user's connection: inbox subscriptions, writing, bounded waits, and the connection's state.
+"""Access to a user's connection: inbox subscriptions, requests, writing, bounded waits, and the connection's state.
 
 `FallbackConnection` uses only nats-py's public interface; `connection.Connection` uses its internals and is faster.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import re
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar
@@ -31,39 +32,35 @@ from jetstream_ext.types import own_headers
 
 _log: Final = get_logger("client")
 
+_DEFAULT_MAX_PAYLOAD: Final = 1 << 20  # of servers
 # Seconds between two looks at the connection, during a wait and while inboxes are open: nats-py has no event for one that
 # is closed while it reconnects or while its server reads nothing.
-_DEFAULT_MAX_PAYLOAD: Final = 1 << 20  # of servers
 _WAIT_POLL: Final = 0.05
 _INBOX_POLL: Final = 0.2
+_USABLE_POLL: Final = 0.02
+_ROOM_POLL: Final = 0.001
 _CANCEL_AGAIN: Final = 0.5
 _CANCELLATIONS: Final = 10
-# What nats-py appends to an inbox for the reply to a request: a dot, an id of 22 characters and 4 more.
-_REQUEST_TOKEN: Final = 27
-
-_FLUSH_TIMEOUT: Final = 1_000_000
 
 # Bytes that may wait for nats-py, which has the same limit for its own buffer by default.
 _MAX_QUEUED: Final = 2 << 20
 
-# How nats-py reports that the server refused a message; nats-py has put the text into lower case.
-REFUSAL: Final = re.compile(r'permissions violation for publish to "(.*)"', re.IGNORECASE)
-REFUSED_SUBSCRIPTION: Final = re.compile(r'permissions violation for subscription to "(.*)"', re.IGNORECASE)
+# How nats-py reports what the server refused; nats-py has put the text into lower case.
+_REFUSAL: Final = re.compile(
+    r"""violation for (publish|subscription) to "(.*?)"(?: using queue ".*"| \(sid "\d+"\))?'?$""", re.IGNORECASE
+)
+_REFUSED_KEPT: Final = 1024
 
 ROOM: Final = "room in the write buffer of the connection"
 
 _T = TypeVar("_T")
 
 
-class Over(Exception):  # noqa: N818 - no error
-    """A wait ended because its `over` returned True."""
-
-
 class NotPermittedError(RequestTimeoutError):
-    """A request has no answer, and the server said why: the client may not publish to `subject`; `text` overrides the text."""
+    """There is no answer, and the server said why: the user may not publish to `subject`; `text` overrides the text."""
 
     def __init__(self, subject: str = "", text: str = "") -> None:
-        super().__init__(text or f"the server refused the request: no permission to publish to {subject}")
+        super().__init__(text or refused_message(subject))
 
 
 class OtherDomainError(ResponseError):
@@ -95,38 +92,34 @@ class InboxHandler:
         disconnected: The connection is lost, and with it perhaps sent messages and their answers. Called again if it is
             then closed.
         reconnected: nats-py is connected again; it has restored the subscription and written its buffer.
+        refused: The server has refused the subscription, or has ended it after a change of the user's permissions, so no
+            message will be delivered. A wait for messages that are no replies needs it.
     """
 
     frames: Callable[[list[Frame]], None]
     disconnected: Callable[[], None]
     reconnected: Callable[[], None] | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Asked:
-    """A request whose refusal can be noticed, unless one to another subject was under way that may be mapped alike."""
-
-    subject: str
-    mapped: str
-    alone: bool = True
+    refused: Callable[[NotPermittedError], None] | None = None
 
 
 class InboxSubscription:
-    """A subscription that delivers to an `InboxHandler` until `close`."""
+    """A subscription to `filter` that delivers to an `InboxHandler` until `close`, after which `handler` is None."""
 
-    def __init__(self, connection: BaseConnection, subject: str) -> None:
-        self.subject = subject
+    def __init__(self, connection: BaseConnection, subject: str, tail: str, handler: InboxHandler) -> None:
+        self.subject = subject or connection.nc.new_inbox()
+        self.filter = self.subject + tail
+        self.handler: InboxHandler | None = handler
         self.subscription: Subscription | None = None
-        self.closed: bool = False
+        self.sid = 0  # `Connection` needs it
         self._connection = connection
         self._loop = asyncio.get_running_loop()
 
     def close(self) -> None:
         """Unsubscribe. Never suspends; safe to call twice and on a closed connection."""
-        self.closed = True
+        self.handler = None
         subscription, self.subscription = self.subscription, None
         if subscription is not None:
-            self._connection.drop(subscription)
+            self._connection.drop(self, subscription)
 
     def owner_dropped(self, what: str, then: Iterable[Callable[[], object]] = ()) -> None:
         """Close, from the owner's ``__del__`` and so perhaps from another thread, if `what` was left open; warn if so."""
@@ -160,15 +153,6 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def notify(handlers: Iterable[InboxHandler | None], *, connected: bool) -> None:
-    """Tell every handler that the connection is lost or back; the callbacks may add and remove handlers."""
-    log_state(_log, "connection", "reconnected" if connected else "disconnected")
-    for handler in list(handlers):
-        callback = None if handler is None else handler.reconnected if connected else handler.disconnected
-        if callback is not None:
-            call_handler(callback)
-
-
 def call_handler(handler: Callable[..., None], *arguments: object) -> None:
     """Call a handler and report its exception to the loop: raised, it would end nats-py's read loop silently."""
     try:
@@ -179,40 +163,54 @@ def call_handler(handler: Callable[..., None], *arguments: object) -> None:
         )
 
 
+class Refusals:
+    """What the server of a connection has refused since it was connected, by subjects in lower case."""
+
+    def __init__(self) -> None:
+        self.asking: dict[asyncio.Future[Any], tuple[str, str]] = {}
+        """The answers that are awaited, and the two names of the subject that a message went to."""
+        self.silent: str = ""
+        """The subjects to which the user may not subscribe although answers come there, if that is so."""
+        self._messages: dict[str, int] = {}  # when a message was refused, oldest first
+        self._number = itertools.count()
+
+    def forget(self) -> None:
+        """Forget everything: the next connection may have other permissions, and what the server refuses again is noted."""
+        self._messages.clear()
+        self.silent = ""
+
+    def message(self, subject: str) -> None:
+        """Note a message that was refused."""
+        self._messages.pop(subject, None)
+        self._messages[subject] = next(self._number)
+        if len(self._messages) > _REFUSED_KEPT:
+            del self._messages[next(iter(self._messages))]
+        for answer, names in self.asking.items():
+            if subject in map(str.lower, names):
+                complete(answer, NotPermittedError(names[0]))
+
+    def newest(self, subjects: Iterable[str]) -> int:
+        """Return a number that grows with every refused message to one of `subjects`; -1 if none was refused."""
+        return max((self._messages.get(subject.lower(), -1) for subject in subjects), default=-1)
+
+
+def complete(future: asyncio.Future[Any], result: object) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
 class BaseConnection(ABC):
     """Access to the connection `nc`; `server_info` returns the ``INFO`` of the connected server."""
 
     def __init__(self, nc: Client, server_info: Callable[[], Mapping[str, Any]]) -> None:
         self.nc = nc
         self._server_info = server_info
-        self._handlers: dict[Any, InboxHandler | None] = {}
-        self._asked: set[_Asked] = set()
-        self._inboxes = 0  # the open ones
+        self._inboxes: dict[InboxSubscription, None] = {}  # the open ones
         self._poll: asyncio.TimerHandle | None = None
+        self._lost = False
+        self._refusals = Refusals()
 
-    def _inbox_opened(self) -> None:
-        self._inboxes += 1
-        if self._poll is None:
-            self._poll = asyncio.get_running_loop().call_later(_INBOX_POLL, self._check_inboxes)
-
-    def _inbox_dropped(self) -> None:
-        self._inboxes -= 1
-        if not self._inboxes and self._poll is not None:
-            self._poll.cancel()
-            self._poll = None
-
-    def _check_inboxes(self) -> None:
-        self._poll = None
-        if self.end is not None:
-            notify(self._handlers.values(), connected=False)
-            return
-        self._check_state()
-        if self._inboxes:
-            self._poll = asyncio.get_running_loop().call_later(_INBOX_POLL, self._check_inboxes)
-
-    @abstractmethod
-    def _check_state(self) -> None:
-        """Tell the handlers that the connection is lost or back, if nothing else does."""
+    # -- inboxes and what their handlers are told ---------------------------------------------------------------------
 
     @abstractmethod
     async def inbox(
@@ -223,9 +221,155 @@ class BaseConnection(ABC):
         Cancellation: Nothing is subscribed.
         """
 
-    @abstractmethod
-    def drop(self, subscription: Subscription) -> None:
+    def _opened(self, inbox: InboxSubscription, subscription: Subscription) -> InboxSubscription:
+        inbox.subscription = subscription
+        self._inboxes[inbox] = None
+        if self._poll is None:
+            self._poll = asyncio.get_running_loop().call_later(_INBOX_POLL, self._check_inboxes)
+        return inbox
+
+    def drop(self, inbox: InboxSubscription, subscription: Subscription) -> None:
         """Unsubscribe without suspending, so that no cancellation can interrupt it."""
+        self._inboxes.pop(inbox, None)
+        if not self._inboxes and self._poll is not None:
+            self._poll.cancel()
+            self._poll = None
+        self._unsubscribe(inbox.sid, subscription)
+
+    @abstractmethod
+    def _unsubscribe(self, sid: int, subscription: Subscription) -> None: ...
+
+    def _check_inboxes(self) -> None:
+        self._poll = None
+        if self.end is not None:
+            self._tell(connected=False)
+            return
+        self._look()
+        if self._inboxes:
+            self._poll = asyncio.get_running_loop().call_later(_INBOX_POLL, self._check_inboxes)
+
+    def _look(self) -> None:  # noqa: B027 - nothing to do for a connection that hears of it
+        """Take note of a connection that is lost or back, and of what the server has refused."""
+
+    def _tell(self, *, connected: bool) -> None:
+        """Tell every handler that the connection is lost or back; the callbacks may open and close inboxes."""
+        self._lost = not connected
+        if not connected:
+            self._refusals.forget()
+        log_state(_log, "connection", "reconnected" if connected else "disconnected")
+        for inbox in list(self._inboxes):
+            handler = inbox.handler
+            callback = None if handler is None else handler.reconnected if connected else handler.disconnected
+            if callback is not None:
+                call_handler(callback)
+
+    def _note_refusal(self, text: str) -> None:
+        """Tell who waits if `text`, an error that nats-py reports, says that the server has refused something."""
+        if (found := _REFUSAL.search(text)) is None:
+            return
+        subject = found[2].lower()
+        if found[1].lower() == "publish":
+            self._refusals.message(subject)
+            return
+        answers = self.nc.new_inbox().rpartition(".")[0]
+        if subject.startswith(f"{answers.lower()}."):
+            self._refusals.silent = f"{answers}.>"
+        for inbox in list(self._inboxes):
+            handler, name = inbox.handler, inbox.filter
+            if subject == name.lower() and handler is not None and handler.refused is not None:
+                text = f"the server refused the subscription: no permission to subscribe to {name}"
+                call_handler(handler.refused, NotPermittedError(name, text))
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def request(
+        self,
+        subject: str,
+        payload: bytes,
+        timeout: float,
+        *,
+        mapped: str = "",
+        again: float = math.inf,
+    ) -> Frame:
+        """Send a request and return the first reply, within `timeout` seconds.
+
+        While nats-py reconnects, it is sent once the connection is back.
+
+        Args:
+            subject: Where to send it.
+            payload: What to send.
+            timeout: Seconds to wait for the connection and the reply together.
+            mapped: The name to which the server may map the subject: a refusal has that name.
+            again: Seconds after which it is sent again while there is no reply, also after a reconnect; for requests that
+                change nothing.
+
+        Raises:
+            NotPermittedError: The server has refused the request: it was not carried out. Or it has refused the subscription
+                to the reply, as the text says.
+            NoRespondersError: nats-py's: nobody is subscribed to the subject.
+            RequestTimeoutError: There was no reply in time.
+            ConnectionReconnectingError: nats-py's: the connection was lost after the request was sent.
+            ConnectionClosedError, ConnectionDrainingError: nats-py's: no reply can come any more.
+            BadSubjectError, MaxPayloadError: The subject is too long, or the message is too large; nothing was sent.
+
+        Cancellation: Nothing is left behind; a request that was sent may be carried out.
+        """
+        frames.check_line(subject, self.inbox_size)
+        frames.check_size(len(payload), self.max_payload, subject)
+        loop = asyncio.get_running_loop()
+        deadline, answer = loop.time() + timeout, loop.create_future()
+
+        def lost() -> None:
+            complete(answer, self.end or nats.errors.ConnectionReconnectingError())
+
+        def refused(_: Exception) -> None:
+            complete(answer, NotPermittedError(subject, f"no answer on {subject}{self.why_silent(())}"))
+
+        handler = InboxHandler(lambda got: complete(answer, got[0]), lost, refused=refused)
+        inbox = await self.inbox(handler, timeout=timeout)
+        command = frames.pub(subject.encode(), inbox.subject.encode(), b"", payload)
+        try:
+            while True:
+                if not self.usable:
+                    await self.wait_usable(deadline - loop.time())
+                    answer = loop.create_future()  # nothing was sent yet when the connection was lost
+                self.write_nowait(command, 1, len(payload))
+                until = min(deadline, loop.time() + again)
+                try:
+                    reply: Frame | None = await self.reply(answer, until, subject, mapped)
+                except nats.errors.ConnectionReconnectingError:
+                    if again == math.inf:
+                        raise
+                else:
+                    if reply is not None:
+                        break
+                    if until == deadline:
+                        text = f"no answer on {subject} within {timeout:.4g} s{self.why_silent(())}"
+                        raise RequestTimeoutError(text)
+                answer = loop.create_future()
+        finally:
+            inbox.close()
+        if reply[1].startswith(b"NATS/1.0 503") and len(reply[1]) == reply[2]:
+            raise nats.errors.NoRespondersError
+        return reply
+
+    async def reply(self, answer: asyncio.Future[_T | None], until: float, subject: str, mapped: str = "") -> _T | None:
+        """Return what a handler puts into `answer`, or None at the time `until`; raise it if it is an error.
+
+        Raises NotPermittedError as soon as the server refuses a message to `subject`, or to `mapped`, its name there.
+        """
+        timer = asyncio.get_running_loop().call_at(until, complete, answer, None)
+        self._refusals.asking[answer] = subject, mapped
+        try:
+            result = await answer
+        finally:
+            timer.cancel()
+            del self._refusals.asking[answer]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    # -- writing ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
@@ -247,7 +391,7 @@ class BaseConnection(ABC):
         """
         self.write_nowait(data, messages, payload_bytes)
         if not self.has_room:
-            await self.bounded(self._flushed(), timeout, ROOM)
+            await self.wait_room(timeout)
 
     def push(self) -> bool:
         """Write nats-py's buffer to the socket, as its flusher would in a later turn of the loop; return whether it was done.
@@ -274,126 +418,82 @@ class BaseConnection(ABC):
 
         Nothing is written. Raises RequestTimeoutError, and nats-py's error of a connection that has ended.
         """
+        late = f"timed out after {timeout:.4g} s while waiting for {ROOM}"
+        await self._wait(lambda: self.has_room or over(), timeout, late, _ROOM_POLL)
 
-        async def room() -> None:
-            while not self.has_room:
-                await self._flushed()
+    # -- bounded waits ------------------------------------------------------------------------------------------------
 
-        with contextlib.suppress(Over):
-            await self.bounded(room(), timeout, ROOM, over=over)
-        if (end := self.end) is not None:  # it makes room, too
-            raise end
+    async def bounded(self, operation: Awaitable[_T], timeout: float, what: str, *, subject: str = "") -> _T:
+        """Await an operation of nats-py, or an event, until `timeout` seconds have passed or the connection has ended.
 
-    @abstractmethod
-    async def _flushed(self) -> None:
-        """Wait until nats-py has written what is in its buffer."""
-
-    async def bounded(
-        self, operation: Awaitable[_T], timeout: float, what: str, *, over: Callable[[], bool] = never
-    ) -> _T:
-        """Await an operation of nats-py until `timeout` seconds have passed or no answer can come any more.
-
-        nats-py's own waits (subscribe, flush, request) have no bound, and some swallow a cancellation. The operation
-        therefore runs in its own task, which is cancelled if this call ends first. `what` names the awaited thing in the
-        RequestTimeoutError, also if nats-py's own timeout passes first. An error of the socket, or a full buffer while
-        nats-py reconnects, is a ConnectionReconnectingError. On malformed words of a server, nats-py raises whatever its
-        code meets, from KeyError to RecursionError; that is a ResponseError.
+        nats-py's own waits have no bound, and some swallow a cancellation. The operation therefore runs in its own task,
+        which is cancelled if this call ends first. `what` names the awaited thing in the RequestTimeoutError. An error of
+        the socket, or a full buffer while nats-py reconnects, is a ConnectionReconnectingError. Raises NotPermittedError as
+        soon as the server refuses a message to `subject`.
         """
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        deadline = began + timeout
+        refused = self.refusals([subject])
         task = asyncio.ensure_future(operation)
         task.add_done_callback(mark_retrieved)
+        deadline = asyncio.get_running_loop().time() + timeout
         try:
             while True:
-                remaining = deadline - loop.time()
+                remaining = deadline - asyncio.get_running_loop().time()
                 done, _ = await asyncio.wait({task}, timeout=max(0.0, min(remaining, _WAIT_POLL)))
                 if done:
                     return task.result()
-                if over():
-                    raise Over
+                if refused():
+                    raise NotPermittedError(subject)
                 if (end := self.end) is not None:
                     raise end
                 if remaining <= 0:
                     raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}")
-        except (Over, RequestTimeoutError):
+        except nats.errors.TimeoutError:  # it is an OSError, too
             raise
-        except nats.errors.TimeoutError:  # before OSError, which it is, too
-            waited = min(timeout, loop.time() - began)
-            raise RequestTimeoutError(f"timed out after {waited:.4g} s while waiting for {what}") from None
         except (OSError, nats.errors.OutboundBufferLimitError) as error:
             raise nats.errors.ConnectionReconnectingError from error
-        except nats.errors.Error:
-            raise
-        except Exception as error:
-            text = f"nats-py cannot process what the server sent while waiting for {what}: {error!r:.200}"
-            raise ResponseError(text) from error
         finally:
             cancel_soon(task)
 
-    async def request(self, subject: str, payload: bytes, timeout: float, *, mapped: str = "") -> Msg:
-        """Send a request and return the answer, or raise RequestTimeoutError after `timeout` seconds.
+    async def wait_usable(self, timeout: float) -> None:
+        """Wait until the connection is usable; raise RequestTimeoutError, or `end` if it will not be any more."""
+        late = f"the connection was lost and did not come back within {timeout:.4g} s"
+        await self._wait(lambda: self.usable, timeout, late, _USABLE_POLL)
 
-        Raises BadSubjectError if the subject is too long. If the name is given to which the server may map the subject,
-        raises NotPermittedError as soon as it refuses the request under one of the two.
-        """
-        self.check_request(subject)
-        request, what = self.nc.request(subject, payload, timeout=timeout), f"the answer on {subject}"
-        return await self.answered(request, timeout, what, subject, mapped, NotPermittedError(subject))
+    async def _wait(self, goal: Callable[[], bool], timeout: float, late: str, pause: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while True:
+            if (end := self.end) is not None:  # it makes room, too
+                raise end
+            if goal():
+                return
+            remaining = deadline - loop.time()
+            if remaining <= 0:
+                raise RequestTimeoutError(late)
+            await asyncio.sleep(min(pause, remaining))
 
-    async def answered(
-        self, asking: Awaitable[_T], timeout: float, what: str, subject: str, mapped: str, refused: NotPermittedError
-    ) -> _T:
-        """Await the answer to a message to `subject`, as `bounded`, or raise `refused` as soon as the server refuses it.
-
-        That is noticed if the name is given to which the server may map the subject, perhaps the same.
-        """
-        is_refused = self.refusals({subject, mapped} if mapped else set())
-        asked = _Asked(subject, mapped.lower())
-        for other in self._asked:
-            if other.mapped == asked.mapped and other.subject != subject:
-                other.alone = asked.alone = False
-        self._asked.add(asked)
-        try:
-            return await self.bounded(asking, timeout, what, over=lambda: asked.alone and is_refused())
-        except Over:
-            raise refused from None
-        finally:
-            self._asked.remove(asked)
+    # -- what the server has refused ----------------------------------------------------------------------------------
 
     def refusals(self, subjects: Iterable[str]) -> Callable[[], bool]:
         """Return a function that returns whether the server has refused a message to one of `subjects` since this call."""
-        names = {subject.lower() for subject in subjects}
-        before = self._newest_refusal(names)
+        names = list(subjects)
+        self._look()
+        before = self._refusals.newest(names)
 
         def refused() -> bool:
-            newest = self._newest_refusal(names)
-            return newest is not None and newest != before
+            self._look()
+            return self._refusals.newest(names) > before
 
         return refused
 
-    def _newest_refusal(self, subjects: Collection[str]) -> object:
-        """Return what stands for the newest refused message to one of `subjects`, given in lower case; None if unknown."""
-        error = self.nc.last_error
-        return error if (found := REFUSAL.search(str(error))) and found[1].lower() in subjects else None
-
-    def is_refused(self, inbox: InboxSubscription) -> bool:
-        """Return whether the server has refused a subscription, as far as is known: it does not answer otherwise."""
-        return inbox.subject.lower() in self._refused_subscriptions()
-
-    def _refused_subscriptions(self) -> Collection[str]:
-        """Return the subjects in lower case of the subscriptions that the server has refused, as far as they are known."""
-        found = REFUSED_SUBSCRIPTION.search(str(self.nc.last_error))
-        return () if found is None else (found[1].lower(),)
-
     def why_silent(self, subjects: Iterable[str]) -> str:
         """Return the permission whose lack may be why a message to one of `subjects` has no answer, for an error; or ""."""
+        self._look()
         for subject in subjects:
-            if self._newest_refusal({subject.lower()}) is not None:
+            if self._refusals.newest([subject]) >= 0:
                 return f"; {refused_message(subject)}"
-        prefix = self.nc.new_inbox().rpartition(".")[0]
-        if any(each.startswith(f"{prefix.lower()}.") for each in self._refused_subscriptions()):
-            return f"; the server has refused a subscription: the user had no permission to subscribe to {prefix}.>, where answers come"
+        if answers := self._refusals.silent:
+            return f"; the server has refused a subscription: the user had no permission to subscribe to {answers}, where answers come"
         return ""
 
     def explained(self, late: RequestTimeoutError, subjects: Iterable[str]) -> RequestTimeoutError:
@@ -404,31 +504,7 @@ class BaseConnection(ABC):
         explained.__cause__ = late.__cause__
         return explained
 
-    async def ping(self, timeout: float) -> None:
-        """Wait until the server has read everything that was written, or raise RequestTimeoutError."""
-
-        async def pongs() -> None:
-            # nats-py's ping overtakes what is still in its buffer; the second one follows it.
-            await self._pong()
-            await self._pong()
-
-        await self.bounded(pongs(), timeout, "the server's PONG")
-
-    @abstractmethod
-    async def _pong(self) -> None:
-        """Send a ping and wait for the answer; a cancellation must not harm nats-py."""
-
-    async def wait_usable(self, timeout: float) -> None:
-        """Wait until the connection is usable; raise RequestTimeoutError, or `end` if it will not be any more."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        while not self.usable:
-            if (end := self.end) is not None:
-                raise end
-            remaining = deadline - loop.time()
-            if remaining <= 0:
-                raise RequestTimeoutError(f"the connection was lost and did not come back within {timeout:.4g} s")
-            await asyncio.sleep(min(0.02, remaining))
+    # -- the connection's state ---------------------------------------------------------------------------------------
 
     @property
     def usable(self) -> bool:
@@ -442,6 +518,20 @@ class BaseConnection(ABC):
             return nats.errors.ConnectionClosedError()
         # nats-py's drain() ends the subscriptions first; what they had received is delivered until then.
         return nats.errors.ConnectionDrainingError() if self.nc.is_draining_pubs else None
+
+    def check_usable(self) -> None:
+        """Raise nats-py's own error unless bytes written now can reach the server."""
+        if self.usable:
+            return
+        self.check_open()
+        raise nats.errors.ConnectionReconnectingError
+
+    def check_open(self) -> None:
+        """Raise nats-py's own error if the connection is closed or draining."""
+        if self.nc.is_closed:
+            raise nats.errors.ConnectionClosedError
+        if self.nc.is_draining:
+            raise nats.errors.ConnectionDrainingError
 
     @property
     def session(self) -> int:
@@ -459,22 +549,9 @@ class BaseConnection(ABC):
         """How many bytes the subject of an inbox has."""
         return len(self.nc.new_inbox().encode())
 
-    def check_request(self, subject: str) -> None:
-        """Raise BadSubjectError if nats-py cannot send a request to `subject` because it is too long."""
-        frames.check_line(subject, self.inbox_size + _REQUEST_TOKEN)
-
     @property
     def server_version(self) -> str:
         return self._info_text("version")
-
-    @property
-    def server_name(self) -> str:
-        return self._info_text("server_name")
-
-    @property
-    def server_id(self) -> str:
-        """The id of the connected server's process: a restarted server has another one."""
-        return self._info_text("server_id")
 
     @property
     def api_level(self) -> int | None:
@@ -495,22 +572,12 @@ class BaseConnection(ABC):
         value = self._server_info().get(name)
         return value if isinstance(value, str) else ""
 
-    def check_usable(self) -> None:
-        """Raise nats-py's own error unless bytes written now can reach the server."""
-        if self.usable:
-            return
-        if self.nc.is_closed:
-            raise nats.errors.ConnectionClosedError
-        if self.nc.is_draining:
-            raise nats.errors.ConnectionDrainingError
-        raise nats.errors.ConnectionReconnectingError
-
 
 class FallbackConnection(BaseConnection):
     """The slower connection, for nats-py with other internals.
 
     Writing and `drop` go on in background tasks. A task ends when nats-py's buffer has taken its bytes, or when the
-    connection is closed.
+    connection is closed. nats-py keeps only the newest error, so of several refusals at once only the last is noticed.
     """
 
     def __init__(self, nc: Client, server_info: Callable[[], Mapping[str, Any]]) -> None:
@@ -519,55 +586,52 @@ class FallbackConnection(BaseConnection):
         self._writing = asyncio.Lock()
         self._queued = 0  # bytes that nats-py has not taken yet
         self._session = 0
-        self._lost = False
+        self._newest_error: object = nc.last_error
 
     async def inbox(
         self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
     ) -> InboxSubscription:
-        inbox = InboxSubscription(self, subject or self.nc.new_inbox())
+        inbox = InboxSubscription(self, subject, tail, handler)
 
         async def deliver(msg: Msg) -> None:
-            if not inbox.closed:  # nats-py delivers what it has received until the subscription ends in the background
+            if inbox.handler is not None:  # nats-py delivers what it has received until the subscription has ended
                 block = h.rebuild(msg.headers)
-                call_handler(handler.frames, [(msg.subject.encode(), block + msg.data, len(block))])
+                call_handler(inbox.handler.frames, [(msg.subject.encode(), block + msg.data, len(block))])
 
-        subscribing = self._track(asyncio.ensure_future(self.nc.subscribe(inbox.subject + tail, cb=deliver)))
+        subscribing = self._track(asyncio.ensure_future(self.nc.subscribe(inbox.filter, cb=deliver)))
         try:
             subscription = await self.bounded(asyncio.shield(subscribing), timeout, "the subscription to an inbox")
         except BaseException:
-            inbox.close()
+            inbox.handler = None
             subscribing.add_done_callback(self._drop_late_subscription)
             subscribing.cancel()  # nats-py's flush takes that for success
             raise
-        self._check_state()  # an earlier loss does not concern the new handler
-        self._handlers[subscription] = handler
-        self._inbox_opened()
-        inbox.subscription = subscription
-        return inbox
+        self._look()  # an earlier loss does not concern the new handler
+        return self._opened(inbox, subscription)
 
     @property
     def usable(self) -> bool:
-        self._check_state()  # before a caller decides what to send: the next look of `_check_inboxes` may be later
+        self._look()  # before a caller decides what to send: the next look of `_check_inboxes` may be later
         return super().usable
 
     def _drop_late_subscription(self, subscribing: asyncio.Task[Subscription]) -> None:
         if not subscribing.cancelled() and subscribing.exception() is None:
-            self.drop(subscribing.result())
+            self._unsubscribe(0, subscribing.result())
 
-    def _check_state(self) -> None:
+    def _look(self) -> None:
         session, connected = self.nc.stats["reconnects"], self.nc.is_connected
         if (session != self._session or not connected) and not self._lost:
-            self._lost = True
-            notify(self._handlers.values(), connected=False)
+            self._tell(connected=False)
         if connected and self._lost:
-            self._lost, self._session = False, session
-            notify(self._handlers.values(), connected=True)
+            self._session = session
+            self._tell(connected=True)
+        if (error := self.nc.last_error) is not self._newest_error:
+            self._newest_error = error
+            self._note_refusal(str(error))
 
-    def drop(self, subscription: Subscription) -> None:
-        if self._handlers.pop(subscription, None) is not None:
-            self._inbox_dropped()
+    def _unsubscribe(self, sid: int, subscription: Subscription) -> None:
         # The command is in nats-py's buffer at once.
-        self._spawn(self.bounded(_unsubscribe(subscription), _WAIT_POLL, "the end of a subscription"))
+        self._spawn(self.bounded(subscription.unsubscribe(), _WAIT_POLL, "the end of a subscription"))
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         self.check_usable()
@@ -585,15 +649,6 @@ class FallbackConnection(BaseConnection):
     def has_room(self) -> bool:
         return self._queued <= _MAX_QUEUED
 
-    async def _flushed(self) -> None:
-        await asyncio.sleep(0)  # a write that was just queued does not hold the lock yet
-        async with self._writing:
-            pass
-
-    async def _pong(self) -> None:
-        # Longer than any wait, and in a task of its own: a late PONG after the end of nats-py's own wait ends its read loop.
-        await asyncio.shield(self._spawn(self.nc.flush(_FLUSH_TIMEOUT)))
-
     async def _publish(self, data: bytes) -> None:
         async with self._writing:  # keeps the order of the calls
             for command in frames.parse_pubs(data):
@@ -609,13 +664,6 @@ class FallbackConnection(BaseConnection):
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(mark_retrieved)
         return task
-
-
-async def _unsubscribe(subscription: Subscription) -> None:
-    with contextlib.suppress(  # the subscription of a closed connection has already ended
-        nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError, nats.errors.BadSubscriptionError
-    ):
-        await subscription.unsubscribe()
 
 
 def mark_retrieved(task: asyncio.Future[Any]) -> None:

@@ -7,27 +7,18 @@ nats-py's write buffer in one piece, and writes that to the socket itself where 
 detects a lost connection at once, at the end of nats-py's reader task. If nats-py has other internals, `connection_of` warns
 once and returns the slower `FallbackConnection`.
 
-`Context` is a caller's JetStream context. `OwnClient` is a connection that this package opens itself, for a command or
-for Spark.
+`Context` is a caller's JetStream context.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import importlib.util
 import inspect
-import itertools
-import math
 import re
-import ssl
-import sys
 import warnings
-from asyncio.tasks import _enter_task, _leave_task  # documented in "Extending asyncio"
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import nats.errors
@@ -39,8 +30,6 @@ from nats.js.kv import KeyValue
 from nats.js.manager import JetStreamManager
 
 from jetstream_ext.client.base_connection import (
-    REFUSAL,
-    REFUSED_SUBSCRIPTION,
     BaseConnection,
     FallbackConnection,
     InboxHandler,
@@ -49,18 +38,15 @@ from jetstream_ext.client.base_connection import (
     NotPermittedError,
     OtherDomainError,
     call_handler,
-    cancel,
-    notify,
-    refused_message,
 )
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import feature_table, frames
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import Target
+from jetstream_ext.protocol.api import Target, parsing
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.protocol.subjects import bucket_prefix, bucket_stream, check_subject
-from jetstream_ext.text import get_logger, log_state
+from jetstream_ext.text import get_logger
 from jetstream_ext.types import own_headers
 
 # States of nats-py's parser (nats.protocol.parser).
@@ -74,23 +60,18 @@ _LARGEST_LIMIT = (1 << 31) - 1
 _MESSAGE_HEADERS = 1 << 20  # more than the header lines that a server adds
 
 _log = get_logger("client")
-_CLOSE_TIMEOUT: Final = 2.0
-# Short enough for a read to survive a server's restart within its own timeout.
-_RECONNECT_WAIT: Final = 0.25
-_SEED: Final = re.compile(r"BEGIN USER NKEY SEED-+\s+(\S+)")
-# An nkey seed, the content of a credentials or PEM file, or a token that is longer than the name of a file can be.
-_SECRET: Final = re.compile(r"^\s*S[A-Z2-7]{50,}\s*$|-----|[\r\n\0]|[^/]{256}|.{1025}")
-
 _DOMAIN: Final = re.compile(r"\$JS\.([^.]+)\.API\Z")
 
 _MISSING: Final = object()
 
+# What nats-py appends to an inbox for the reply to a request: a dot, an id of 22 characters and 4 more.
+_REQUEST_TOKEN: Final = 27
+
 _CLOSED_SIDS_KEPT = 64
-_REFUSED_KEPT = 1024
 _PARSED_LINES_KEPT = 4096
 
-_Line = tuple[InboxHandler | None, bytes, int, int, int]
-"""A parsed control line: the handler, the subject, the header size, the total size, and the length of the line."""
+_Line = tuple[InboxSubscription, bytes, int, int, int]
+"""A parsed control line: the inbox, the subject, the header size, the total size, and the length of the line."""
 
 
 class Connection(BaseConnection):
@@ -100,19 +81,14 @@ class Connection(BaseConnection):
         super().__init__(nc, lambda: _server_info(nc))
         self._parser = nc._ps
         self._parse = nc._ps.parse
-        self._sids: dict[Subscription, int] = {}
+        self._process_err = nc._process_err
+        self._by_sid: dict[bytes, InboxSubscription] = {}
         self._closed_sids: deque[bytes] = deque()
         self._buffer: bytearray = nc._ps.buf
         self._needed = 0
         self._parsed_lines: dict[bytes, _Line] = {}
         self._line_length = 1  # of the newest parsed line, with its CRLF
         self._watched_reader: asyncio.Task[Any] | None = None
-        self._connection_lost = False
-        self._delivering = False  # a handler of frames runs
-        self._process_err = nc._process_err
-        self._refused: dict[str, int] = {}  # when a message was refused, by its subject in lower case, oldest first
-        self._refusals = itertools.count()
-        self._refused_inboxes: set[str] = set()  # of the subjects of this library's own subscriptions, few
 
     @property
     def usable(self) -> bool:
@@ -123,36 +99,29 @@ class Connection(BaseConnection):
         self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
     ) -> InboxSubscription:
         nc = self.nc
-        if nc.is_closed:
-            raise nats.errors.ConnectionClosedError
-        if nc.is_draining:
-            raise nats.errors.ConnectionDrainingError
+        if not self.usable:
+            self.check_open()
         self._watch_reader()
-        inbox = InboxSubscription(self, subject or nc.new_inbox())
+        inbox = InboxSubscription(self, subject, tail, handler)
         nc._sid = sid = nc._sid + 1
+        inbox.sid = sid
         # The same as nats-py's `subscribe`, without its unbounded wait for the flusher.
-        subscription = inbox.subscription = nc._subs[sid] = Subscription(nc, sid, inbox.subject + tail)
-        self._sids[subscription] = sid
-        self._handlers[b"%d" % sid] = handler
-        self._inbox_opened()
+        subscription = nc._subs[sid] = Subscription(nc, sid, inbox.filter)
+        self._by_sid[b"%d" % sid] = inbox
         if nc.is_connected:  # otherwise nats-py subscribes when it is connected again
-            self._append(b"SUB %b  %d\r\n" % (subscription.subject.encode(), sid))
-        return inbox
+            self._append(b"SUB %b  %d\r\n" % (inbox.filter.encode(), sid))
+        return self._opened(inbox, subscription)
 
-    def drop(self, subscription: Subscription) -> None:
-        number, nc = self._sids.pop(subscription), self.nc
-        sid = b"%d" % number
-        if nc._subs.get(number) is subscription:  # nats-py runs nothing for it, because it has no callback
-            del nc._subs[number]
+    def _unsubscribe(self, sid: int, subscription: Subscription) -> None:
+        nc = self.nc
+        if nc._subs.get(sid) is subscription:  # nats-py runs nothing for it, because it has no callback
+            del nc._subs[sid]
             if nc.is_connected:
-                self._append(b"UNSUB %b\r\n" % sid)
-        self._inbox_dropped()
+                self._append(b"UNSUB %d\r\n" % sid)
         # `_cut` discards late frames of this subscription; nats-py would parse them one by one.
-        self._handlers[sid] = None
-        self._parsed_lines.clear()
-        self._closed_sids.append(sid)
+        self._closed_sids.append(b"%d" % sid)
         if len(self._closed_sids) > _CLOSED_SIDS_KEPT:
-            self._handlers.pop(self._closed_sids.popleft(), None)
+            del self._by_sid[self._closed_sids.popleft()]
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         nc = self.nc
@@ -167,8 +136,6 @@ class Connection(BaseConnection):
         nc = self.nc
         nc._pending.append(data)
         nc._pending_data_size += len(data)
-        if self._delivering and self.push():
-            return
         queue = nc._flush_queue
         assert queue is not None
         if queue.empty():  # one wake-up is enough: nats-py's flusher writes the whole buffer
@@ -193,22 +160,6 @@ class Connection(BaseConnection):
         nc = self.nc
         return nc._pending_data_size <= nc._max_pending_size or nc._max_pending_size <= 0
 
-    async def _flushed(self) -> None:
-        # The same as nats-py's forced flush, which takes its own timeout and a cancellation for success.
-        queue = self.nc._flush_queue
-        assert queue is not None
-        written = asyncio.get_running_loop().create_future()
-        await queue.put(written)
-        await written
-
-    async def _pong(self) -> None:
-        pong = asyncio.get_running_loop().create_future()
-        await self.nc._send_ping(pong)
-        await asyncio.shield(pong)  # nats-py's read loop would end with a PONG for a cancelled future
-
-    def _check_state(self) -> None:
-        """Do nothing: nats-py's reader task ends with a connection, and its parser gets the data of a new one."""
-
     def _watch_reader(self) -> None:
         if (task := self.nc._reading_task) is not None and task is not self._watched_reader:
             self._watched_reader = task
@@ -217,26 +168,12 @@ class Connection(BaseConnection):
     def _reader_ended(self, task: asyncio.Task[Any]) -> None:
         if task is self._watched_reader:
             self._watched_reader = None
-        self._connection_lost = True
-        notify(self._handlers.values(), connected=False)
+        self._tell(connected=False)
 
     async def process_err(self, text: str) -> None:
-        """Replace `Client._process_err`, which keeps only the newest error: note which messages were refused."""
-        if (found := REFUSAL.search(text)) is not None:
-            subject = found[1].lower()
-            self._refused.pop(subject, None)
-            self._refused[subject] = next(self._refusals)
-            if len(self._refused) > _REFUSED_KEPT:
-                del self._refused[next(iter(self._refused))]
-        if (found := REFUSED_SUBSCRIPTION.search(text)) is not None:
-            self._refused_inboxes.add(found[1].lower())
+        """Replace `Client._process_err`, which keeps only the newest error: note what was refused."""
+        self._note_refusal(text)
         await self._process_err(text)
-
-    def _refused_subscriptions(self) -> Collection[str]:
-        return self._refused_inboxes
-
-    def _newest_refusal(self, subjects: Collection[str]) -> object:
-        return max((self._refused[subject] for subject in subjects if subject in self._refused), default=None)
 
     async def parse(self, data: bytes = b"") -> None:
         """Replace `Parser.parse`: cut out the frames of our subscriptions and pass on the rest."""
@@ -245,14 +182,10 @@ class Connection(BaseConnection):
         if buffer is not self._buffer:  # the parser was reset: a new connection
             self._buffer = buffer
             self._needed = 0
-            # It may have other permissions. What the server refuses again is in the data.
-            self._refused.clear()
-            self._refused_inboxes.clear()
             self._watch_reader()
-        if self._connection_lost and self.nc.is_connected:
+        if self._lost and self.nc.is_connected:
             # The first data is the answer to a ping, which nats-py sends after the subscriptions and its buffer.
-            self._connection_lost = False
-            notify(self._handlers.values(), connected=True)
+            self._tell(connected=True)
         if parser.state != _AWAITING_CONTROL_LINE:
             # nats-py is inside a message of another subscription: pass it the rest.
             self._check_total(parser.needed)
@@ -271,9 +204,9 @@ class Connection(BaseConnection):
         await self._cut(data, buffer)
 
     async def _cut(self, data: bytes, buffer: bytearray) -> None:
-        parser, handlers, parsed_lines = self._parser, self._handlers, self._parsed_lines
+        parser, inboxes, parsed_lines = self._parser, self._by_sid, self._parsed_lines
         pos, size, line_length = 0, len(data), self._line_length
-        handler: InboxHandler | None = None
+        inbox: InboxSubscription | None = None
         batch: list[Frame] = []
         payloads = 0
         while pos < size:
@@ -289,9 +222,9 @@ class Connection(BaseConnection):
                         raise _protocol_error("a line without an end")
                     eol = size - 2  # too long for the control line of a message: nats-py decides
                 read = frames.message_line(data[pos:eol])
-                if read is None or read.sid not in handlers:
+                if read is None or read.sid not in inboxes:
                     if batch:
-                        self._deliver(handler, batch, payloads)
+                        self._deliver(inbox, batch, payloads)
                         batch, payloads = [], 0
                     end = eol + 2 if read is None else eol + read.total + 4
                     await self._parse(data[pos:end])
@@ -301,7 +234,7 @@ class Connection(BaseConnection):
                     continue
                 self._check_total(read.total)
                 line_length = eol + 2 - pos
-                line = (handlers[read.sid], read.subject, read.header_size, read.total, line_length)
+                line = (inboxes[read.sid], read.subject, read.header_size, read.total, line_length)
                 if len(parsed_lines) >= _PARSED_LINES_KEPT:
                     parsed_lines.clear()
                 parsed_lines[data[pos : pos + line_length]] = line
@@ -311,11 +244,11 @@ class Connection(BaseConnection):
             if end + 2 > size:
                 self._needed = end + 2 - pos
                 break
-            if to is not handler:
+            if to is not inbox:
                 if batch:
-                    self._deliver(handler, batch, payloads)
+                    self._deliver(inbox, batch, payloads)
                     batch, payloads = [], 0
-                handler = to
+                inbox = to
             batch.append((subject, data[start:end], header_size))
             payloads += total - header_size
             pos = end + 2
@@ -323,55 +256,19 @@ class Connection(BaseConnection):
         if pos < size:
             buffer += memoryview(data)[pos:]
         if batch:
-            self._deliver(handler, batch, payloads)
+            self._deliver(inbox, batch, payloads)
 
-    def _deliver(self, handler: InboxHandler | None, batch: list[Frame], payload_bytes: int) -> None:
+    def _deliver(self, inbox: InboxSubscription | None, batch: list[Frame], payload_bytes: int) -> None:
         stats = self.nc.stats
         stats["in_msgs"] += len(batch)
         stats["in_bytes"] += payload_bytes
-        if handler is not None:
-            self._delivering = True
-            try:
-                call_handler(handler.frames, batch)
-            finally:
-                self._delivering = False
+        if inbox is not None and inbox.handler is not None:
+            call_handler(inbox.handler.frames, batch)
 
     def _check_total(self, total: int) -> None:
         """Raise, for nats-py to end the connection, if a message is larger than any: it would be buffered without bound."""
         if total > max(_LARGEST_MESSAGE, min(self.max_payload, _LARGEST_LIMIT)) + _MESSAGE_HEADERS:
             raise _protocol_error("a message that is larger than any that it can have")
-
-
-def call_as(task: asyncio.Task[Any] | None, waiter: asyncio.Future[Any] | None, function: Callable[[], None]) -> bool:
-    """Call `function`, which raises no Exception, as part of `task`, which waits for `waiter`, and in its context.
-
-    Returns False, and calls nothing, if that is not possible. In `function`, `asyncio.current_task()` is `task`, also if
-    this is called from a handler, which is part of nats-py's reader task.
-    """
-    context = _context_of(task, waiter)
-    if task is None or context is None:
-        return False
-    loop, running = asyncio.get_running_loop(), asyncio.current_task()
-    if running is not None:
-        _leave_task(loop, running)
-    _enter_task(loop, task)
-    try:
-        context.run(function)
-    except RuntimeError:  # it runs already: tasks may share one
-        return False
-    finally:
-        _leave_task(loop, task)
-        if running is not None:
-            _enter_task(loop, running)
-    return True
-
-
-def _context_of(task: asyncio.Task[Any] | None, waiter: asyncio.Future[Any] | None) -> contextvars.Context | None:
-    """Return the context of a task, or None if it is not known: before Python 3.12, only the future that it awaits has it."""
-    if sys.version_info >= (3, 12):
-        return None if task is None else task.get_context()
-    callbacks = getattr(waiter, "_callbacks", None)
-    return callbacks[0][1] if callbacks else None
 
 
 def _protocol_error(what: str) -> nats.errors.ProtocolError:
@@ -403,7 +300,6 @@ _CLIENT: Final[Mapping[str, Any]] = {
     "_process_err": inspect.iscoroutinefunction,
     "_ps": object,
     "_reading_task": asyncio.Task | None,
-    "_send_ping": inspect.iscoroutinefunction,
     "_server_info": dict,
     "_sid": int,
     "_status": int,
@@ -416,15 +312,6 @@ _PARSER: Final[Mapping[str, Any]] = {
     "needed": int,
     "parse": inspect.iscoroutinefunction,
     "state": int,
-}
-# What `OwnClient` needs to send no credentials without TLS: methods of `Client` that it overrides, and attributes.
-_OVERRIDDEN: Final = frozenset({"_close", "_connect_command", "_process_info"})
-_TLS: Final[Mapping[str, Any]] = {
-    "_current_server": object,
-    "_pending": list,
-    "_pending_data_size": int,
-    "_server_pool": list,
-    "_transport": object,
 }
 
 
@@ -449,15 +336,15 @@ def _internals_known(nc: Client) -> bool:
     except (AttributeError, TypeError):
         return False
     return (
-        _has(nc, _CLIENT)
-        and _has(nc._ps, _PARSER)
+        has_internals(nc, _CLIENT)
+        and has_internals(nc._ps, _PARSER)
         and getattr(inspect.getmodule(nc._ps), "AWAITING_CONTROL_LINE", None) == _AWAITING_CONTROL_LINE
         and nc.stats.keys() >= _STATS
         and subject == "a"
     )
 
 
-def _has(owner: object, internals: Mapping[str, Any]) -> bool:
+def has_internals(owner: object, internals: Mapping[str, Any]) -> bool:
     """Return whether an object of nats-py has all of `internals`."""
     for name, kind in internals.items():
         value = getattr(owner, name, _MISSING)
@@ -543,21 +430,28 @@ class Context:
     async def publish(
         self, subject: str, payload: bytes, headers: Mapping[str, str], timeout: float, what: str
     ) -> PubAck:
-        """Publish by nats-py's ``js.publish``, within `timeout` seconds; `what` is as in `bounded`.
+        """Publish by nats-py's ``js.publish``, within `timeout` seconds; `what` names the awaited thing.
 
-        Raises BadSubjectError or MaxPayloadError for a message that would make the server close the connection, and
-        NotPermittedError as soon as the server refuses the message: then it is not stored. Raises OtherDomainError for the
-        ack of a stream of another domain than the context's.
+        Raises:
+            BadSubjectError, BadHeaderError, MaxPayloadError: A server would not take the message; nothing was sent.
+            NotPermittedError: The server has refused the message: it is not stored.
+            OtherDomainError: The ack is that of a stream of another domain than the context's.
+            RequestTimeoutError, ResponseError: There was no ack, or a malformed one: the message may be stored.
+            Exception: As ``js.publish`` does.
         """
         assert isinstance(self.js, JetStreamContext)  # only those publish
-        self.connection.check_request(subject)
-        frames.check_size(len(h.encode(headers.items())) + len(payload), self.connection.max_payload, subject)
+        connection = self.connection
+        frames.check_line(subject, connection.inbox_size + _REQUEST_TOKEN)
+        frames.check_size(len(h.encode(headers.items())) + len(payload), connection.max_payload, subject)
         publishing = self.js.publish(subject, payload, timeout=timeout, headers=own_headers(headers.items()))
-        refused = NotPermittedError(subject, refused_message(subject))
         try:
-            ack = await self.connection.answered(publishing, timeout, what, subject, subject, refused)
-        except RequestTimeoutError as late:
-            raise self.connection.explained(late, [subject]) from late.__cause__
+            with parsing(f"the ack on {subject}"):
+                ack = await connection.bounded(publishing, timeout, what, subject=subject)
+        except NotPermittedError:
+            raise
+        except nats.errors.TimeoutError:  # of nats-py or of `bounded`
+            late = RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}")
+            raise connection.explained(late, [subject]) from None
         target = self.target()
         if other := target.other_stream(ack.stream, ack.domain):
             raise OtherDomainError(target.answered_by(other))
@@ -576,237 +470,25 @@ def open_bucket(js: JetStreamContext, name: str) -> KeyValue:
         return KeyValue(name, bucket_stream(name), bucket_prefix(name), js, direct=False)
 
 
-class OwnClient(Client):
-    """A connection that this package opens itself.
-
-    Attributes:
-        opened: Whether `open` has succeeded.
-        refusal: The last permission that the server refused; a request without permission gets no reply.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.opened: bool = False
-        self.refusal: str | None = None
-        self._failures: list[Exception] = []
-        self._tries: float = math.inf
-        self._needs_tls: bool = False
-        self._closing: bool = False
-        if (parser := getattr(self, "_ps", None)) is not None:
-            parser.parse = _reconnecting(parser.parse)
-
-    async def open(
-        self, servers: Sequence[str], *, shown: str, timeout: float, tries: float = math.inf, **arguments: Any
-    ) -> None:
-        """Connect to one of `servers` within `timeout` seconds and `tries` attempts; `shown` names them in errors.
-
-        `arguments` are those of nats-py's ``connect``.
-
-        Raises:
-            JetStreamExtError: No server could be reached, or it refused the credentials. If a URL or the arguments ask for
-                TLS, a server without it never gets the credentials, not even after a reconnect.
-        """
-        self._needs_tls = "tls" in arguments or any(url.lower().startswith(("tls:", "wss:")) for url in servers)
-        if self._needs_tls and any(url.lower().startswith("ws:") for url in servers):
-            raise JetStreamExtError(f"no connection to {shown}: ws:// has no TLS, but TLS was requested; use wss://")
-        if self._needs_tls and not (vars(Client).keys() >= _OVERRIDDEN and _has(self, _TLS)):
-            raise JetStreamExtError("this version of nats-py may send credentials without TLS; install nats-py 2.16")
-        if any(url.lower().startswith("ws") for url in servers) and importlib.util.find_spec("aiohttp") is None:
-            raise JetStreamExtError("WebSockets need the package aiohttp: pip install 'nats-py[aiohttp]'")
-        self._tries = tries
-        try:
-            async with asyncio.timeout(timeout) as limit:
-                await self.connect(
-                    servers=list(servers),
-                    connect_timeout=timeout / len(servers),  # type: ignore[arg-type] # only its annotation says int
-                    error_cb=self._note,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=_RECONNECT_WAIT,  # type: ignore[arg-type]
-                    **arguments,
-                )
-            self.opened = True
-        except Exception as error:  # aiohttp and ssl have types of their own
-            within, last = "", error
-            if limit.expired():
-                within, last = f" within {timeout:g} s", self._failures[-1] if self._failures else error
-            why = str(last) or ("no answer" if isinstance(last, TimeoutError) else type(last).__name__)
-            if _is_refused_login(last) and "timeout" not in str(last).lower():  # it may only have been too slow
-                why += f"; the server refused {_login_of(arguments)}"
-            raise JetStreamExtError(f"no connection to {shown}{within}: {why}") from error
-        finally:
-            if not self.opened:
-                await self.close_quickly()
-
-    async def close_quickly(self) -> None:
-        """Close the connection within seconds; an error of that is logged, so that it hides no other error.
-
-        nats-py fails to close after a refusal, and hangs after half a TLS handshake. asyncio raises TypeError or
-        AttributeError in the first releases of Python 3.12 and 3.13 if much is still to be written.
-
-        Cancellation: The socket is closed.
-        """
-        self._closing = True
-        tasks = self._tasks()
-        closing = asyncio.ensure_future(self.close())
-        try:
-            await asyncio.wait({closing}, timeout=_CLOSE_TIMEOUT)
-            if closing.done() and not closing.cancelled() and closing.exception() is not None:
-                log_state(_log, "connection", "not closed", closing.exception() or "")
-            await cancel(closing, _CLOSE_TIMEOUT)
-            # One may have lost the cancellation of nats-py's close(), which cancels none while it waits for the socket.
-            tasks |= self._tasks()
-            await asyncio.gather(*(cancel(task, _CLOSE_TIMEOUT) for task in tasks))
-        finally:
-            closing.cancel()
-            for task in tasks:
-                task.cancel()
-            self._abort()
-
-    def _tasks(self) -> set[asyncio.Task[Any]]:
-        """Return nats-py's tasks of this connection, but for that of the caller."""
-        names = ("_reading_task", "_flusher_task", "_ping_interval_task", "_reconnection_task")
-        tasks = {getattr(self, name, None) for name in names}
-        tasks |= {
-            getattr(subscription, "_wait_for_msgs_task", None) for subscription in getattr(self, "_subs", {}).values()
-        }
-        return {task for task in tasks if task is not None and task is not asyncio.current_task()}
-
-    def _abort(self) -> None:
-        # The transport's own close() waits for a peer that does not read. The AttributeError is of a WebSocket, which
-        # has no such writer, and of asyncio, which cannot abort what has closed after its last bytes were written.
-        with contextlib.suppress(AttributeError):
-            self._transport._bare_io_writer.transport.abort()  # type: ignore[union-attr]
-
-    async def _connect_to_server(self, server: Any) -> None:
-        if self._closing:  # a reconnect task that nats-py has lost track of
-            raise asyncio.CancelledError
-        self._abort()  # nats-py leaves the socket of an attempt that failed open
-        await super()._connect_to_server(server)
-
-    async def _note(self, error: Exception) -> None:
-        """Note an error that nats-py reports (called by nats-py)."""
-        text = str(error).lower()
-        if "permissions violation" in text:
-            self.refusal = str(error)
-        if self.opened:
-            return
-        self._failures.append(error)
-        refused = _is_refused_login(error) or isinstance(error, JetStreamExtError)
-        if refused or len(self._failures) >= self._tries:
-            raise error  # through nats-py's connect(), which would retry for minutes
-
-    async def _process_connect_init(self) -> None:
-        try:
-            await super()._process_connect_init()
-        except (nats.errors.Error, OSError):
-            raise
-        except Exception as error:  # nats-py checks no field of INFO, and its reconnect task would end with this error
-            raise nats.errors.Error(f"the server's first answers are malformed: {error}") from error
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        before = len(self._server_pool) if self._needs_tls else 0
-        await super()._process_info(info, initial_connection)
-        if self._needs_tls and not self._encrypted and (current := self._current_server) is not None:
-            # Anyone on the network may have sent this INFO. The servers that it names must have a certificate for the
-            # host that the user named, or else they could be servers of an attacker with certificates of their own.
-            for server in self._server_pool[before:]:
-                server.tls_name = current.tls_name or current.uri.hostname
-
-    async def _close(self, status: int, do_cbs: bool = True) -> None:
-        if self._needs_tls and not self._encrypted:  # nats-py would write the pending messages to this socket
-            self._pending, self._pending_data_size = [], 0
-        await super()._close(status, do_cbs)
-
-    @property
-    def _encrypted(self) -> bool:
-        """Whether the socket in use is encrypted; a server's INFO only says that it should be."""
-        channel = getattr(self._transport, "_io_writer", None) or getattr(self._transport, "_ws", None)
-        return channel is not None and channel.get_extra_info("ssl_object") is not None
-
-    def _connect_command(self) -> bytes:
-        # nats-py calls this before each CONNECT, also after a reconnect and for servers that it has discovered. It would
-        # send the credentials without TLS to a server that does not require it.
-        if self._needs_tls and not self._encrypted:
-            raise JetStreamExtError("the server does not require TLS, but TLS was requested; nothing was sent")
-        return super()._connect_command()
+def tasks_of(nc: Client) -> set[asyncio.Task[Any]]:
+    """Return nats-py's tasks of a connection, but for that of the caller."""
+    names = ("_reading_task", "_flusher_task", "_ping_interval_task", "_reconnection_task")
+    tasks = {getattr(nc, name, None) for name in names}
+    with contextlib.suppress(AttributeError):
+        tasks |= {subscription._wait_for_msgs_task for subscription in nc._subs.values()}
+    return {task for task in tasks if task is not None and task is not asyncio.current_task()}
 
 
-def _is_refused_login(error: Exception) -> bool:
-    text = str(error).lower()
-    return "authorization" in text or "authentication" in text
+def abort(nc: Client) -> None:
+    """Close the socket of a connection at once; the transport's own close() waits for a peer that does not read."""
+    # The AttributeError is of a WebSocket, which has no such writer, and of asyncio, which cannot abort what has closed
+    # after its last bytes were written.
+    with contextlib.suppress(AttributeError):
+        nc._transport._bare_io_writer.transport.abort()  # type: ignore[union-attr]
 
 
-def _login_of(arguments: Mapping[str, Any]) -> str:
-    """Return by what nats-py logs in with the arguments of its ``connect``, without any secret."""
-    # A user name may be a token.
-    kinds = {
-        "user_credentials": "the credentials of {}",
-        "nkeys_seed": "the nkey of {}",
-        "password": "the user and password",
-        "token": "the token",
-        "user": "the user, which has no password",
-    }
-    found = next((name for name in kinds if arguments.get(name)), None)
-    return "a login without credentials" if found is None else kinds[found].format(arguments[found])
-
-
-def _reconnecting(parse: Callable[[bytes], Awaitable[None]]) -> Callable[[bytes], Awaitable[None]]:
-    """Return nats-py's `parse`, after whose errors it connects again; it would log a traceback and read no more."""
-
-    async def parse_or_reconnect(data: bytes = b"") -> None:
-        try:
-            await parse(data)
-        except (nats.errors.Error, OSError):
-            raise
-        except Exception as error:  # whatever its code meets on malformed words of a server
-            raise nats.errors.ProtocolError from error
-
-    return parse_or_reconnect
-
-
-def may_be_secret(name: str) -> bool:
-    """Return whether a text may be a secret itself, given where the name of its file belongs; then never repeat it."""
-    return _SECRET.search(name) is not None
-
-
-def login(path: Path, *, jwt: bool = False) -> dict[str, Any]:
-    """Return nats-py's arguments for a file with an nkey seed, or with `jwt` for a credentials file.
-
-    Raises:
-        JetStreamExtError: The file is not valid, on which nats-py would fail or search indefinitely, or nkeys is missing.
-    """
-    if importlib.util.find_spec("nkeys") is None:
-        raise JetStreamExtError("credentials and nkeys need the package nkeys: pip install 'nats-py[nkeys]'")
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if jwt:
-        if "BEGIN NATS USER JWT" not in text:
-            raise JetStreamExtError(f"{path} is not a credentials file: it has no user JWT")
-        text = found[1] if (found := _SEED.search(text)) else ""
-    import nkeys  # an extra of nats-py
-
-    try:
-        nkeys.from_seed(bytearray(text.strip().encode()))
-    except Exception:  # nkeys raises many types
-        raise JetStreamExtError(f"{path} has no nkey seed of a user") from None
-    return {"user_credentials" if jwt else "nkeys_seed": str(path)}
-
-
-def tls_context(authority: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext:
-    """Return the TLS context for files in PEM format (None: the system's authorities, no certificate).
-
-    Raises:
-        JetStreamExtError: A file is not valid.
-    """
-    try:
-        context = ssl.create_default_context(cafile=authority)
-    except ssl.SSLError as error:
-        raise JetStreamExtError(f"the TLS files are not valid: {authority} holds no certificates: {error}") from None
-    if certificate is not None and key is not None:
-        try:
-            # Without a password, OpenSSL would prompt for the one of an encrypted key on the terminal.
-            context.load_cert_chain(certificate, key, password="")
-        except ssl.SSLError as error:
-            raise JetStreamExtError(
-                f"the TLS files are not valid: {certificate} and {key} are not a certificate and its unencrypted key: {error}"
-            ) from None
-    return context
+def is_encrypted(nc: Client) -> bool:
+    """Return whether the socket in use is encrypted; a server's INFO only says that it should be."""
+    transport = nc._transport
+    channel = getattr(transport, "_io_writer", None) or getattr(transport, "_ws", None)
+    return channel is not None and channel.get_extra_info("ssl_object") is not None

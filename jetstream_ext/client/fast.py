@@ -28,7 +28,7 @@ from jetstream_ext.client.base_connection import (
     never,
     weakly,
 )
-from jetstream_ext.client.connection import Context, call_as, connection_of
+from jetstream_ext.client.connection import Context, connection_of
 from jetstream_ext.client.turns import Turn, queued
 from jetstream_ext.errors import BadSubjectError, RequestTimeoutError, StreamRecreatedError
 from jetstream_ext.protocol.api import StreamState, recreated
@@ -553,27 +553,13 @@ class FastSession:
         return False
 
     async def _wait_window(self, sender: Sender) -> None:
-        """Wait until the window has room; meanwhile `deliver` sends, two turns of the loop before this task could."""
+        """Wait until the window has room."""
         batch = self.batch
         with self._waiting():
             while sender.stopped is None and not batch.reached(batch.can_send):
                 batch.waiting(self.now())
                 self._arm()
                 await sender.wait()
-
-    def _send_on(self) -> None:
-        """Send from the sender, if it waits for the window, and wake it unless the window is full again."""
-        sender, batch = self.senders[0], self.batch
-        if not sender.is_waiting:
-            return
-        # With several callers, each task sends by itself, so that they take turns.
-        if len(self.senders) == 1 and self.connection.ready and batch.has_room:
-            batch.wire.max_payload = self.connection.max_payload
-            sent = sender.send_for_task()
-            if sent and sender.stopped is None and batch.state is State.OPEN and batch.room < 1:
-                batch.waiting(self.now())
-                return
-        sender.wake()
 
     async def _wait_buffer(self, deadline: float) -> None:
         batch, state = self.batch, self.batch.state
@@ -711,7 +697,7 @@ class FastSession:
     # -- events and timers ----------------------------------------------------------------------------------------
 
     def deliver(self, events: list[Event], out: bytes = b"") -> None:
-        """Send `out`, call the handlers of `events`, send from a sender that waits, wake the waiters."""
+        """Send `out`, call the handlers of `events`, wake the waiters and the first sender."""
         if out:
             self.connection.write_if_usable(out)  # otherwise the connection calls `_disconnected`
         if events and telemetry.observer is not None:
@@ -729,7 +715,7 @@ class FastSession:
                 self.handlers.call(event)
         self._wake()
         if self.senders:
-            self._send_on()
+            self.senders[0].wake()
         self._arm()
 
     def _arm(self) -> None:
@@ -767,10 +753,7 @@ class FastSession:
 
 
 class Sender(Turn):
-    """The messages of one call, sent by its task, or, while that waits for the window, where acknowledgements arrive.
-
-    Their source notices no difference: it runs as part of the task, in its context.
-    """
+    """The messages of one call."""
 
     def __init__(self, session: FastSession, trace: TraceContext | None) -> None:
         self.entries: Iterator[Entry] = iter(())
@@ -780,7 +763,6 @@ class Sender(Turn):
         self.stopped: BaseException | None = None
         self._session = session
         self._trace = trace  # what every message gets
-        self._task = asyncio.current_task()
 
     def begin(self, entries: Iterator[Entry]) -> None:
         self.entries, self.stopped = entries, None
@@ -794,10 +776,6 @@ class Sender(Turn):
             return message
         self.stopped = StopIteration()
         return None
-
-    def send_for_task(self) -> bool:
-        """As `send`, while the task waits; return False if it must send itself."""
-        return call_as(self._task, self._waiter, self.send)
 
     def send(self) -> None:
         """Send until the source stops, the window or the write buffer is full, or another caller waits for a turn."""

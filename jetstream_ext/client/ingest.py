@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import forget_streams, stream_name
-from jetstream_ext.client.base_connection import NotPermittedError, refused_message
+from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fast import FastSession, Pump
 from jetstream_ext.client.outcome import find_out
@@ -350,7 +350,7 @@ class _Run:
         finally:
             session.discard()
         if session.not_permitted:  # it stays refused until someone grants it
-            trouble = NotPermittedError(batch.first_subject, refused_message(batch.first_subject))
+            trouble = NotPermittedError(batch.first_subject)
         if batch.end_reason is not EndReason.TIMEOUT:
             # While it was open, messages were stored, although no ack may have told of them: that time was no trouble.
             self._retry.extend(max(0.0, clock() - opened))

@@ -11,7 +11,7 @@ import nats.js.errors
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.api import get_at_leader, settled_state, stream_state
-from jetstream_ext.client.base_connection import InboxHandler, NotPermittedError, refused_message
+from jetstream_ext.client.base_connection import InboxHandler, NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.retry import Retry, is_transient_read
@@ -117,7 +117,8 @@ async def send_fence(
     refuses the messages.
     """
     replies: dict[bytes, tuple[bytes, bytes]] = {}
-    complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    complete: asyncio.Future[Any] = loop.create_future()
     numbers = [b"%d" % number for number in range(len(messages))]
 
     def receive(received: list[Frame]) -> None:
@@ -129,7 +130,7 @@ async def send_fence(
 
     def disconnected() -> None:
         if not complete.done():
-            complete.set_result(False)
+            complete.set_result(connection.end or nats.errors.ConnectionReconnectingError())
 
     connection, to = context.connection, subject.encode()
     connection.check_usable()
@@ -142,9 +143,8 @@ async def send_fence(
         )
         session = connection.session
         await connection.write(data, len(messages), 0, timeout=timeout)
-        what, refused = f"the answers on {subject}", NotPermittedError(subject, refused_message(subject))
-        if not await connection.answered(complete, timeout, what, subject, subject, refused):
-            raise nats.errors.ConnectionReconnectingError
+        if await connection.reply(complete, loop.time() + timeout, subject) is None:
+            raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for the answers on {subject}")
     finally:
         inbox.close()
     return session, [replies[number] for number in numbers]

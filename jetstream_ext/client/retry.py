@@ -84,8 +84,7 @@ class Retry:
     After `give_up_after` seconds without progress the next error is raised. An attempt of `attempt` ends then, too, so
     that an operation without an answer takes the timeout of its first attempt and `give_up_after`. Each pause is `factor`
     times as long as the one before, up to `longest_pause`. `jitter` shortens each pause by a random part, so that competing
-    writers do not retry in step. `transient` decides whether another attempt may succeed after an error. `unanswered` is the
-    text of the error if the first attempt has not ended at the deadline; "" says how many seconds it had.
+    writers do not retry in step. `transient` decides whether another attempt may succeed after an error.
     """
 
     give_up_after: float
@@ -95,7 +94,6 @@ class Retry:
     factor: float = 2.0
     jitter: bool = False
     transient: Callable[[Exception], bool] = is_transient
-    unanswered: str = ""
 
     def __post_init__(self) -> None:
         self.reset()
@@ -165,8 +163,7 @@ class Retry:
                 return await work()
         except Exception:
             if limit.expired():
-                late = RequestTimeoutError(self.unanswered or f"timed out after {self.give_up_after:.4g} s")
-                raise self._last or late from None
+                raise self._last or RequestTimeoutError(f"timed out after {self.give_up_after:.4g} s") from None
             raise
 
     async def call(self, work: Callable[[], Awaitable[_T]]) -> _T:

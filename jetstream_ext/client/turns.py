@@ -29,10 +29,6 @@ class Turn:
         except TimeoutError:
             raise RequestTimeoutError("the calls before it have not ended") from None
 
-    @property
-    def is_waiting(self) -> bool:
-        return self._waiter is not None and not self._waiter.done()  # a cancellation of the task ends it at once
-
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -360,9 +360,6 @@ class Live:
         if self._watched and not self._inboxes and not read:
             await self._arm()
             read = await self._step()  # what was stored before the server had the subscription
-            if any(map(self.source.context.connection.is_refused, self._inboxes)):
-                self._disarm()
-                self._watched = []
         return read
 
     async def _pause(self, read: int, published: int) -> None:
@@ -637,10 +634,12 @@ class Live:
     async def _arm(self) -> None:
         """Subscribe to what is published for the keys."""
         connection = self.source.context.connection
-        handler = InboxHandler(self._noticed, self._lost, self._kick.set)
+        handler = InboxHandler(self._noticed, self._lost, self._kick.set, self._not_permitted)
         for subject in self._watched:
             self._inboxes.append(await connection.inbox(handler, subject=subject, timeout=self.source.timeout))
         log_state(_log, self._log_source, "subscribed", subjects=len(self._watched))
+        if not self._watched:  # the server has refused one of them meanwhile
+            self._disarm()
 
     def _noticed(self, frames: list[Frame]) -> None:
         self._published += len(frames)
@@ -650,6 +649,11 @@ class Live:
 
     def _lost(self) -> None:
         self._doubtful = True
+        self._disarm()
+        self._kick.set()
+
+    def _not_permitted(self, _: Exception) -> None:
+        self._watched = []  # the table polls instead
         self._disarm()
         self._kick.set()
 

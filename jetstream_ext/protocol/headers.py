@@ -278,7 +278,11 @@ class HeaderCache:
 
 
 def rebuild(headers: Mapping[str, str] | None) -> bytes:
-    """Return the bytes that nats-py parsed into `headers`, as nearly as they can be known; the server's lines are last."""
+    """Return the bytes that nats-py parsed into `headers`, as nearly as they can be known; the server's lines are last.
+
+    If the sender of a stored message left out the end of its block, the server's first line continues the sender's last
+    one, which is then the first of the server's lines.
+    """
     if not headers:
         return b""
     first, lines = VERSION, dict(headers)
@@ -286,41 +290,18 @@ def rebuild(headers: Mapping[str, str] | None) -> bytes:
         if any(type(name) is not str for name in lines):  # nats-py's own name for the text of a stored status line
             lines.pop("Status", None)
             lines.pop("Description")
-        appended = {} if (stream := _take_stream(lines)) is None else {STREAM: stream}
-        lines |= appended | {name: lines.pop(name) for name in _APPENDED if name in lines}
+        names = list(lines)
+        own = [name for name in names if name not in REPLY_HEADERS]
+        glued = [name for name in own if name.endswith(STREAM) or f"{STREAM}: " in lines[name]]
+        if glued and STREAM not in names[names.index(own[-1]) :]:  # if it is before, the sender wrote it
+            lines.pop(STREAM, None)
+            lines[glued[-1]] = lines.pop(glued[-1])
+        lines |= {name: lines.pop(name) for name in _APPENDED if name in lines}
     elif "Status" in lines:
         # If there are both a status line and headers, nats-py leaves the headers in the description as well.
         text = lines.pop("Description", "").split("\n")[0].strip()
         first += f" {lines.pop('Status')} {text}".rstrip().encode()
     return CRLF.join([first, *(f"{name}: {value}".encode() for name, value in lines.items()), b"", b""])
-
-
-def _take_stream(lines: dict[str, str]) -> str | None:
-    """Remove the ``Nats-Stream`` that the server appended to a stored message; return it, or None if it is lost.
-
-    The server overwrites the last two bytes of a stored block. If its sender left out the line break that they should be,
-    the first line that the server appends is glued to the sender's last one. nats-py leaves out the first ten bytes of a
-    block, whatever they are.
-    """
-    own = [name for name in lines if name not in REPLY_HEADERS]
-    forged = None
-    if STREAM in lines:
-        places = list(lines)
-        stream = lines.pop(STREAM)
-        if not own or places.index(STREAM) > places.index(own[-1]):
-            return stream
-        forged = stream  # unless nothing is glued: a name that comes twice keeps its first place
-    for name in reversed(own):
-        before, glued, stream = lines[name].rpartition(f"{STREAM}: ")
-        if glued and stream and not any(map(str.isspace, stream)):
-            lines[name] = before
-            lines.pop("", None)  # no header, but what follows a line feed in the ten bytes
-            return stream
-        if name.endswith(STREAM):
-            return lines.pop(name)
-    if forged is None and own and STREAM.endswith(own[0]):
-        return lines.pop(own[0])
-    return forged
 
 
 def parse_status(block: bytes) -> tuple[int, str] | None:

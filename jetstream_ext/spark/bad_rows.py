@@ -23,7 +23,7 @@ from nats.js.errors import APIError, NoStreamResponseError
 
 from jetstream_ext.client.api import gather_bounded, stream_name
 from jetstream_ext.client.base_connection import NotPermittedError
-from jetstream_ext.client.connection import Context, OwnClient
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import BadHeaderError, ErrorCode, JetStreamExtError, MaxPayloadError
 from jetstream_ext.protocol import dead_letters as letters
@@ -228,8 +228,6 @@ class BadRows:
         why = f"{error}"
         if isinstance(error, NoStreamResponseError):
             why = "no stream stores that subject, or the stream has no leader"
-        if isinstance(js.nc, OwnClient) and js.nc.refusal is not None:
-            why += f"; the server said: {js.nc.refusal}"
         return DeadLetterError(
             f"{self._what}: the dead letter of row {bad.row} could not be stored on {self._policy!r}: {why}; other rows may be "
             "stored; restart the query when the stream of the dead letters takes messages, or change the option onBadRow"

@@ -20,9 +20,9 @@ import nats.errors
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.base_connection import cancel
-from jetstream_ext.client.connection import OwnClient, login, may_be_secret, tls_context
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import JetStreamExtError
+from jetstream_ext.own_client import OwnClient, login, may_be_secret, tls_context
 from jetstream_ext.spark.application import connection_name
 from jetstream_ext.spark.options import ConnectionOptions, OptionError
 from jetstream_ext.text import get_logger, log_state, printable

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar
 
 from jetstream_ext.errors import BadSubjectError
-from jetstream_ext.protocol.servers import parse_servers
+from jetstream_ext.own_client import parse_servers
 from jetstream_ext.protocol.subjects import (
     bucket_prefix,
     bucket_stream,

@@ -18,8 +18,9 @@ from nats.aio.transport import TcpTransport
 from nats.protocol.parser import Parser
 
 from jetstream_ext.client.base_connection import FallbackConnection, InboxHandler, InboxSubscription, cancel
-from jetstream_ext.client.connection import Connection, OwnClient, connection_of
+from jetstream_ext.client.connection import Connection, connection_of
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
+from jetstream_ext.own_client import OwnClient
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.testing import NatsServer
 
@@ -69,7 +70,7 @@ async def opened() -> tuple[Recorder, Connection, InboxSubscription, InboxSubscr
     first = await connection.inbox(listener(nc, "one"), timeout=5)
     nc._sid = 11
     second = await connection.inbox(listener(nc, "two"), timeout=5)
-    assert list(connection._sids.values()) == [1, 12]
+    assert [inbox.sid for inbox in (first, second)] == [1, 12]
     return nc, connection, first, second
 
 
@@ -488,7 +489,7 @@ async def test_every_failure_to_connect_is_the_documented_error(failure: Excepti
 async def test_closing_quickly_ends_all_tasks_while_the_server_reads_nothing(
     own_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jetstream_ext.client.connection._CLOSE_TIMEOUT", 0.5)
+    monkeypatch.setattr("jetstream_ext.own_client._CLOSE_TIMEOUT", 0.5)
 
     async def ignore(_: object) -> None:
         pass

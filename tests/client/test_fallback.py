@@ -104,12 +104,10 @@ async def test_direct_gets_work(js: JetStreamContext, stream: str, leak_check: A
 
 
 UNFINISHED = {
-    "unfinished": (b"NATS/1.0\r\nA: bcd", {"A": "b"}),
-    "a name twice": (b"NATS/1.0\r\nA: 1\r\nB: 2\r\nA: bcd", {"A": "b", "B": "2"}),
-    "after a forged stream": (b"NATS/1.0\r\nNats-Stream: OTHER\r\nA: bcd", {"A": "b"}),
+    "unfinished": (b"NATS/1.0\r\nA: bcd", {}),
+    "after a forged stream": (b"NATS/1.0\r\nNats-Stream: OTHER\r\nA: bcd", {}),
     "no value": (b"NATS/1.0\r\nfoo", {}),
     "line feeds only": (b"NATS/1.0\nA: b\n\n", {}),
-    "garbage": (b"\x00garbage\xff", {}),
     "two bytes": (b"xx", {}),
     "a status": (b"NATS/1.0 404 a", {}),
     "complete, with the server's names": (
@@ -137,6 +135,8 @@ async def test_messages_with_any_header_block_are_read(
     await reader.readuntil(b"PONG\r\n")
     writer.close()
     await js.publish(f"{stream}.c", b"3")
+    async with await nats.connect(server.url, connect_timeout=10) as known:
+        assert (await jsx.DirectGet(known.jetstream(timeout=30), stream).get(2)).headers == headers
     direct = jsx.DirectGet(js, stream)
     for read in (await direct.batch(9).to_list(), await direct.scan(confirm=True).to_list()):
         assert [(m.stream, m.seq, m.data, m.headers) for m in read] == [

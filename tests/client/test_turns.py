@@ -11,7 +11,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client.base_connection import BaseConnection
 from jetstream_ext.client.connection import connection_of
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -24,12 +23,8 @@ def room(nc: Client, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     room = asyncio.Event()
     room.set()
 
-    async def flushed(_: BaseConnection) -> None:
-        await room.wait()
-
     kind = type(connection_of(nc))
     monkeypatch.setattr(kind, "has_room", property(lambda _: room.is_set()))
-    monkeypatch.setattr(kind, "_flushed", flushed)
     return room
 
 

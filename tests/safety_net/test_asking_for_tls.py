@@ -10,7 +10,7 @@ import pytest
 from fake_nats_server import FakeNatsServer, certificate
 from run_cli import run_cli
 
-from jetstream_ext.client.connection import OwnClient, tls_context
+from jetstream_ext.own_client import OwnClient, tls_context
 
 pytestmark = pytest.mark.usefixtures("collect_connections")
 

@@ -16,9 +16,10 @@ from nats.protocol.parser import Parser
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.client.base_connection import FallbackConnection
-from jetstream_ext.client.connection import _CLIENT, _PARSER, _TLS, Connection, OwnClient, connection_of, open_bucket
+from jetstream_ext.client.connection import _CLIENT, _PARSER, Connection, connection_of, open_bucket
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.log import LogReader
+from jetstream_ext.own_client import _TLS, OwnClient
 from jetstream_ext.testing import NatsServer
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the fallback warns

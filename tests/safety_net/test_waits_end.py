@@ -167,23 +167,6 @@ async def test_a_write_behind_pending_bytes_ends_in_time(
     own_server.kill()
 
 
-async def test_a_watch_that_timed_out_leaves_the_connection_usable(own_server: NatsServer, connect: Connect) -> None:
-    nc = await connect(own_server.url)
-    js = nc.jetstream(timeout=30)
-    await js.add_stream(name="S", subjects=["s.>"])
-    own_server.pause()
-    try:
-        with pytest.raises(errors.RequestTimeoutError):
-            await jsx.watch_abandoned(nc.jetstream(timeout=0.2), "S").__aenter__()
-    finally:
-        own_server.resume()
-    answered = asyncio.ensure_future(js.account_info())
-    await asyncio.wait([answered, nc._reading_task], return_when=asyncio.FIRST_COMPLETED)
-    ended = nc._reading_task.done()
-    await abandon(answered)
-    assert not ended
-
-
 async def test_a_commit_on_a_draining_connection_is_refused_before_it_is_sent(
     server: NatsServer, js: JetStreamContext, connect: Connect, make_stream: MakeStream, within: Within
 ) -> None:
