@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import nats.errors
 from nats.aio.client import Client
+from nats.js.api import DEFAULT_PREFIX
 from nats.js.errors import APIError, NotFoundError
 
 from jetstream_ext.client import telemetry
@@ -33,7 +34,6 @@ from jetstream_ext.errors import (
     DirectGetDisabledError,
     JetStreamExtError,
     MessageNotFoundError,
-    MessagesLostError,
     RequestTimeoutError,
 )
 from jetstream_ext.protocol import frames
@@ -308,21 +308,21 @@ async def _pinned(
 
 async def _ask_leader(
     context: Context, stream: str, question: Question, timeout: float, *, proved: bool
-) -> tuple[StoredMsg | None, int]:
-    """Return the message that a plan asks for, if there is one, and otherwise the stream's last sequence (0: not asked)."""
+) -> tuple[StoredMsg | None, int | None]:
+    """Return the message that a plan asks for, if there is one, and the stream's last sequence if it was asked for."""
 
     async def at_leader(request: Request) -> StoredMsg | None:
         return await get_at_leader(context, stream, request.body(), timeout)
 
     match question:
         case NextMessage(request):
-            return await at_leader(request), 0
+            return await at_leader(request), None
         case NewestMessage(seq):
             if not proved:  # nearly always it is there, and any responder's answer is as good as its pages
                 with suppress(MessageNotFoundError):
-                    return await read_one(context, stream, Request(seq=seq), timeout), 0
+                    return await read_one(context, stream, Request(seq=seq), timeout), None
             elif (found := await at_leader(Request(seq=seq))) is not None:
-                return found, 0
+                return found, None
             state = await stream_state(context, stream, timeout)
             return await newest_up_to(at_leader, min(seq, state.last_seq), state.lowest_seq), state.last_seq
 
@@ -364,25 +364,31 @@ async def skip_malformed(blocks: AsyncGenerator[Block, None]) -> AsyncGenerator[
 async def read_one(context: Context, stream: str, request: Request, timeout: float) -> StoredMsg:
     """Return the message that a direct get without a batch finds, within `timeout` seconds; see `DirectGet` for errors.
 
-    A request that was lost with the connection is sent once more.
+    The request is sent again after a lost connection, and after half of that time.
     """
-    deadline = asyncio.get_running_loop().time() + timeout
     if request.start_time is not None:
-        return await _read_at(context, stream, request, timeout, deadline)
+        return await _read_at(context, stream, request, timeout)
+    connection = context.connection
     subject, payload = request.address(f"{context.prefix}.DIRECT.GET.{stream}")
+    mapped, _ = request.address(f"{DEFAULT_PREFIX}.DIRECT.GET.{stream}")
     try:
-        answer = await _ask_once_more(context, stream, subject, payload, timeout, deadline)
-        return decode_single(stream, answer, context.connection.server_version, request)
-    except (RequestTimeoutError, DirectGetDisabledError) as failure:
-        raise await _explained(context, stream, failure, [subject]) from failure.__cause__
+        answer = await connection.request(subject, payload, timeout, mapped=mapped, again=timeout / 2)
+        return decode_single(stream, answer, connection.server_version, request)
+    except (nats.errors.NoRespondersError, DirectGetDisabledError):
+        raise await _explained(context, stream, no_responders(stream), []) from None
+    except NotPermittedError:
+        raise
+    except RequestTimeoutError:
+        late = no_answer(stream, timeout, connected=connection.usable)
+        raise connection.explained(late, [subject]) from None
 
 
-async def _read_at(context: Context, stream: str, request: Request, timeout: float, deadline: float) -> StoredMsg:
+async def _read_at(context: Context, stream: str, request: Request, timeout: float) -> StoredMsg:
     # A batch of one message: an older server would ignore start_time in a single get and answer another message.
     plan = OneReply(replace(request, batch=1, max_bytes=DEFAULT_MAX_BYTES))
     try:
         reading = _read_blocks(context, stream, plan, timeout)  # the caller's read is the one that is observed
-        async with asyncio.timeout_at(deadline), aclosing(reading) as blocks:
+        async with asyncio.timeout(timeout), aclosing(reading) as blocks:
             async for block in blocks:
                 return next(block.messages())
         raise not_found(stream, request)
@@ -390,38 +396,6 @@ async def _read_at(context: Context, stream: str, request: Request, timeout: flo
         raise
     except TimeoutError:
         raise no_answer(stream, timeout, connected=context.connection.usable) from None
-
-
-async def _ask_once_more(
-    context: Context, stream: str, subject: str, payload: bytes, timeout: float, deadline: float
-) -> Frame:
-    """Send a request, once more if its answer is lost with the connection; return the answer."""
-    loop, connection = asyncio.get_running_loop(), context.connection
-    repeated = False
-    while True:
-        answer: list[Frame] = []
-        lost: list[Exception | None] = []
-        inboxes = _Inboxes(context, lost.append)
-        try:
-            await connection.wait_usable(max(0.001, deadline - loop.time()))
-            await inboxes.send(subject, payload, answer.extend, max(0.001, deadline - loop.time()))
-            await inboxes.wait(deadline)
-        except nats.errors.ConnectionReconnectingError:
-            if loop.time() < deadline:
-                continue
-            raise no_answer(stream, timeout, connected=False) from None
-        except RequestTimeoutError:
-            raise no_answer(stream, timeout, connected=connection.usable) from None
-        finally:
-            inboxes.close_all()
-        if answer:
-            return answer[0]
-        if not lost:
-            raise no_answer(stream, timeout)
-        if repeated:
-            text = f"stream {stream!r}: the connection was lost before the direct get was answered; repeat it"
-            raise lost[0] or MessagesLostError(text, expected=0)
-        repeated = True
 
 
 _T = TypeVar("_T")

@@ -413,8 +413,8 @@ class RangeRead:
         if self.state is not ENDED:
             log_state(_log, self._source, "closed", "its reader has left", before=self.state.name)
 
-    def leader_answered(self, found: StoredMsg | None, last_seq: int, now: float) -> None:
-        """Take the message that the leader has, if any, and the leader's last sequence."""
+    def leader_answered(self, found: StoredMsg | None, last_seq: int | None, now: float) -> None:
+        """Take the message that the leader has, if any, and the leader's last sequence, if it was asked for."""
         plan = self._plan
         try:
             rows = plan.learn(found, last_seq)

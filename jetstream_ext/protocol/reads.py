@@ -182,8 +182,8 @@ class Plan(ABC):
         """What the leader has to be asked before the read can go on or end."""
 
     @abstractmethod
-    def learn(self, found: StoredMsg | None, last_seq: int) -> Block | None:
-        """Take the leader's answer to `question`, and its last sequence; return rows that now count."""
+    def learn(self, found: StoredMsg | None, last_seq: int | None) -> Block | None:
+        """Take the leader's answer to `question`, and its last sequence if known; return rows that now count."""
 
     @abstractmethod
     def next_request(self) -> SentRequest | None:
@@ -282,7 +282,7 @@ class RangePlan(Plan):
             return NextMessage(Request(start_time=start_time, next_by_subj=self.subject or ">"))
         return NextMessage(Request(seq=self.position + 1, next_by_subj=self.subject or ">"))
 
-    def learn(self, found: StoredMsg | None, last_seq: int) -> None:
+    def learn(self, found: StoredMsg | None, last_seq: int | None) -> None:
         if found is not None and found.seq <= self.position:
             raise ResponseError(
                 f"the leader sent message {found.seq} of stream {found.stream!r} as the next one after {self.position}"
@@ -523,12 +523,12 @@ class MultiLast(Plan):
         self._question = None
         self._finish_early(EndOfBatch(self._pending, self._last, self.point, found=bool(self._rows)))
 
-    def learn(self, found: StoredMsg | None, last_seq: int) -> Block | None:
+    def learn(self, found: StoredMsg | None, last_seq: int | None) -> Block | None:
         question, self._question = self._question, None
         passed = found is not None and not self._can_be_witness(found.subject)
         if self._step is _Step.NOW:
             if found is None:  # nothing that a filter finds is left of what the leader had
-                self.point = max(self._need, last_seq)
+                self.point = max(self._need, last_seq or 0)
                 self._end()
             elif passed:
                 self._question = NextMessage(Request(seq=found.seq + 1, next_by_subj=">"))
@@ -539,7 +539,7 @@ class MultiLast(Plan):
         if found is not None and passed and found.seq > self._cursor + 1:
             self._question = NewestMessage(found.seq - 1)
         elif found is None or passed or found.seq <= self._cursor:  # what followed has been removed
-            self.point = self.point if self._rows else min(question.seq, last_seq or question.seq)
+            self.point = self.point if self._rows else question.seq if last_seq is None else min(question.seq, last_seq)
             self._pending = 0
             self._end()
         else:
