@@ -36,7 +36,6 @@ _DEFAULT_MAX_PAYLOAD: Final = 1 << 20  # of servers
 # Seconds between two looks at the connection, during a wait and while inboxes are open: nats-py has no event for one that
 # is closed while it reconnects or while its server reads nothing.
 _WAIT_POLL: Final = 0.05
-_NO_RESPONDERS: Final = b"NATS/1.0 503\r\n\r\n"  # a message that a publisher stored with this status has more lines
 _INBOX_POLL: Final = 0.2
 _USABLE_POLL: Final = 0.02
 _ROOM_POLL: Final = 0.001
@@ -350,7 +349,8 @@ class BaseConnection(ABC):
                 answer = loop.create_future()
         finally:
             inbox.close()
-        if reply[1] == _NO_RESPONDERS:
+        # A message that a publisher has stored with this status is no status: a direct get adds its sequence.
+        if reply[1].startswith(b"NATS/1.0 503") and len(reply[1]) == reply[2] and b"\r\nNats-Sequence: " not in reply[1]:
             raise nats.errors.NoRespondersError
         return reply
 
