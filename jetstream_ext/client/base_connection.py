@@ -350,7 +350,11 @@ class BaseConnection(ABC):
         finally:
             inbox.close()
         # A message that a publisher has stored with this status is no status: a direct get adds its sequence.
-        if reply[1].startswith(b"NATS/1.0 503") and len(reply[1]) == reply[2] and b"\r\nNats-Sequence: " not in reply[1]:
+        if (
+            reply[1].startswith(b"NATS/1.0 503")
+            and len(reply[1]) == reply[2]
+            and b"\r\nNats-Sequence: " not in reply[1]
+        ):
             raise nats.errors.NoRespondersError
         return reply
 

@@ -36,7 +36,8 @@ class DirectGet:
     `up_to_seq` of a `scan` ends the range before. Other reads ask no leader: there such messages look as if they did not
     exist.
 
-    If a lost connection interrupts an answer, the library requests the rest once more. Every call can raise:
+    If a lost connection interrupts an answer, the library requests the rest once more, and a single get again within its
+    time. Every call can raise:
 
     * `nats.errors.ConnectionClosedError`, `nats.errors.ConnectionDrainingError`: at once, if the application closes or
       drains the connection;
@@ -52,9 +53,9 @@ class DirectGet:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         stream: The stream's name.
         timeout: Seconds, over 0; None is the context's own. They limit a single get in total. In a read of many
-            messages they limit each wait: for a request's first message, for its next message, for a reconnect. After
-            half of that time the library sends the request once more, because its responder may have died, and takes the
-            reply that comes first.
+            messages they limit each wait: for a request's first message, for its next message, for a reconnect, for a
+            replica that has what a proof needs. After half of that time the library sends the request once more, because
+            its responder may have died, and takes the reply that comes first.
 
     Raises:
         BadSubjectError: `stream` is not a valid stream name, or the context's prefix is not a valid subject.

@@ -74,29 +74,23 @@ class _Inboxes:
     def __init__(self, context: Context, disconnected: Callable[[Exception | None], None]) -> None:
         self._connection = context.connection
         self._disconnected = disconnected
-        self._open: dict[SentRequest | None, InboxSubscription] = {}
+        self._open: dict[SentRequest, InboxSubscription] = {}
         self._woken = asyncio.Event()
 
-    async def send(
-        self,
-        subject: str,
-        payload: bytes,
-        received: Callable[[list[Frame]], None],
-        timeout: float,
-        key: SentRequest | None = None,
-    ) -> None:
-        """Send a request; `received` is called with the messages to its reply inbox, until `close`.
+    async def send(self, sent: SentRequest, api: str, received: Callable[[list[Frame]], None], timeout: float) -> None:
+        """Send a request to the subject `api`; `received` is called with the messages to its reply inbox, until `close`.
 
         An error other than RequestTimeoutError (the server does not read) means that nothing was sent.
         """
         connection = self._connection
+        subject, payload = sent.request.address(api)
         connection.check_usable()
         frames.check_line(subject, connection.inbox_size)
         frames.check_size(len(payload), connection.max_payload)
         handler = InboxHandler(partial(self._notify, received), self._lost)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        inbox = self._open[key] = await connection.inbox(handler, timeout=timeout)
+        inbox = self._open[sent] = await connection.inbox(handler, timeout=timeout)
         command = frames.pub(subject.encode(), inbox.subject.encode(), b"", payload)
         await connection.write(command, 1, len(payload), timeout=max(0.0, deadline - loop.time()))
 
@@ -116,8 +110,8 @@ class _Inboxes:
             timer.cancel()
         self._woken.clear()
 
-    def close(self, key: SentRequest) -> None:
-        if (inbox := self._open.pop(key, None)) is not None:
+    def close(self, sent: SentRequest) -> None:
+        if (inbox := self._open.pop(sent, None)) is not None:
             inbox.close()
 
     def close_all(self) -> None:
@@ -233,7 +227,7 @@ async def _read_blocks(
             case machine.SendRequest(sent, until):
                 left = max(0.001, until - loop.time())
                 try:
-                    await inboxes.send(*sent.request.address(api), partial(receive, sent), left, sent)
+                    await inboxes.send(sent, api, partial(receive, sent), left)
                 except nats.errors.ConnectionReconnectingError as error:
                     read.not_sent(sent, error)
                 except RequestTimeoutError:

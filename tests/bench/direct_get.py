@@ -1,6 +1,7 @@
-"""The cost of a scan by request size, with and without headers, and of the same messages as Arrow columns.
+"""The cost of a scan by request size, with and without headers, of the same messages as Arrow columns, and of a single get.
 
-The limits are a bare socket that only counts frames, and one that also cuts them.
+The limits are a bare socket that only counts frames, and one that also cuts them. A single get is compared with nats-py's own
+request.
 """
 
 import asyncio
@@ -18,6 +19,8 @@ TWO_HEADERS = "two headers"
 NO_HEADERS = "no headers"
 BATCHES = (1_000, 10_000)
 BY_HAND = "by hand over nats-py"
+ORDERED = "nats-py's ordered consumer"
+GET, REQUEST = "get, one after the other", "nats-py's request for the same"
 AS_IT_COMES = "scan, no headers, as it comes"
 USED = "scan, no headers, seq and data of each message"
 TO_ARROW, TO_ARROW_TWO = "to_arrow, no headers, all columns", "to_arrow, no headers, seq and data"
@@ -85,6 +88,27 @@ async def by_hand(js: JetStreamContext, name: str, count: int) -> int:
     return read
 
 
+async def ordered(js: JetStreamContext, name: str, count: int) -> int:
+    subscription = await js.subscribe(f"{name}.>", ordered_consumer=True)
+    for _ in range(count):
+        await subscription.next_msg(timeout=5)
+    await subscription.unsubscribe()
+    return count
+
+
+async def gets(js: JetStreamContext, name: str, count: int) -> int:
+    direct = jsx.DirectGet(js, name, timeout=30)
+    for seq in range(1, count + 1):
+        await direct.get(seq)
+    return count
+
+
+async def requests(js: JetStreamContext, name: str, count: int) -> int:
+    for seq in range(1, count + 1):
+        await js._nc.request(f"$JS.API.DIRECT.GET.{name}", b'{"seq":%d}' % seq, timeout=30)
+    return count
+
+
 def run(name: str, *, quick: bool) -> Group:
     """Measure `direct_get`."""
     messages, size, rounds = (2_000, 128, 1) if quick else (200_000, 128, 7)
@@ -120,6 +144,9 @@ async def _measure(url: str, group: Group, messages: int, size: int, rounds: int
     cases[TO_ARROW_TWO] = lambda: as_table(js, "PLAIN", ("seq", "data"))
     cases[TO_ARROW_HEADERS] = lambda: as_table(js, "OWN", ())
     cases[BY_HAND] = lambda: by_hand(js, "PLAIN", messages // 4)
+    cases[ORDERED] = lambda: ordered(js, "PLAIN", messages // 4)
+    cases[GET] = lambda: gets(js, "PLAIN", messages // 50)
+    cases[REQUEST] = lambda: requests(js, "PLAIN", messages // 50)
     for number in range(rounds + 1):  # the first warms up
         for case, measure in cases.items():
             await asyncio.sleep(0.05)  # let the server finish the work of the last case

@@ -250,6 +250,9 @@ def direct_get_table(record: Record) -> str:
     add("`to_arrow`, no headers, `seq` and `data`", direct_get.TO_ARROW_TWO)
     add("`to_arrow`, two headers, all columns", direct_get.TO_ARROW_HEADERS)
     add("a batched get by hand over nats-py", direct_get.BY_HAND)
+    add("nats-py's ordered consumer", direct_get.ORDERED)
+    add("`get`, one after the other", direct_get.GET)
+    add("nats-py's request for the same", direct_get.REQUEST)
     head = ["case", "messages/s", "CPU of the client, µs", "share of a bare socket that counts", "… that cuts frames"]
     return table(head, rows)
 

@@ -64,8 +64,8 @@ def near(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     send = direct_reader._Inboxes.send
 
     def near(stream: str, mirror: str) -> None:
-        async def only_to_the_mirror(self: Any, subject: str, *arguments: Any) -> None:
-            await send(self, subject.replace(f".DIRECT.GET.{stream}", f".DIRECT.GET.{mirror}"), *arguments)
+        async def only_to_the_mirror(self: Any, sent: Any, api: str, *arguments: Any) -> None:
+            await send(self, sent, api.replace(f".DIRECT.GET.{stream}", f".DIRECT.GET.{mirror}"), *arguments)
 
         monkeypatch.setattr(direct_reader._Inboxes, "send", only_to_the_mirror)
 
