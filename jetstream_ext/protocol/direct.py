@@ -12,7 +12,7 @@ line alone proves nothing: a stored message can carry one, and servers before 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import compress, repeat
@@ -417,9 +417,8 @@ class ReplyDecoder:
         """The stream that answers; empty before its first message."""
         return self._stream
 
-    def feed(self, frames: Iterable[Frame]) -> Block:
-        """Decode more of the reply; raise what `status_error` returns, UnsupportedFeatureError, or ResponseError."""
-        frames = list(frames)
+    def feed(self, frames: list[Frame]) -> Block:
+        """Decode more of the reply, and keep of the list what belongs to its messages; raise what `status_error` returns, UnsupportedFeatureError, or ResponseError."""
         raws: list[bytes] = []
         prev, stream_line = self._prev, self._stream_line
         for _, body, size in frames:

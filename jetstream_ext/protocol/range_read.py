@@ -151,7 +151,6 @@ class _Reply:
     unsent: bool = False
     whole: bool = False  # its last frame has arrived
     count: int = 0  # how many frames have arrived
-    largest: int = 0  # of them, in bytes
     first: int = 0  # the bytes that arrived first
     waited: float = 0.0  # how long nothing had arrived before them
     first_at: float = 0.0
@@ -208,34 +207,32 @@ class _Flight:
             self.sending_since = now
         if self._plan.group is not None:
             self._plan.group.heard = now
-        sizes = [len(body) for _, body, _ in frames]
-        size = sum(sizes)
+        size = sum([len(body) for _, body, _ in frames])
         if not sent.wire:
             reply.first, reply.waited, reply.first_at = size, max(0.0, now - self._heard), now
         self._heard = reply.last_at = now
         sent.wire += size
         reply.count += len(frames)
-        reply.largest = max(reply.largest, *sizes)
-        if self._exceeds(sent, reply):
+        newest = frames[-1][1]
+        reply.whole = newest.startswith(b"NATS/1.0 ")  # a status ends a reply
+        if self._exceeds(sent, reply, len(newest)):
             allowed = f"{sent.request.body()}"[:300]
             text = f"stream {self._stream!r}: the reply to a direct get is longer than its request {allowed} allows"
             reply.lost, reply.error = True, ResponseError(f"{text}; the messages that were returned are valid")
-        if frames[-1][1].startswith(b"NATS/1.0 "):  # a status ends a reply
-            reply.whole = True
         if reply.frames:
             reply.frames += frames
         else:
             reply.frames = frames
 
-    def _exceeds(self, sent: SentRequest, reply: _Reply) -> bool:
-        """Return whether a reply is longer than a server makes it, so that it may never end.
+    def _exceeds(self, sent: SentRequest, reply: _Reply, newest: int) -> bool:
+        """Return whether a reply is longer than a server makes it, so that it may never end; its newest frame has a size.
 
-        A server exceeds `max_bytes` by at most one message, of any size.
+        A server exceeds `max_bytes` by at most the last message, of any size.
         """
         request = sent.request
-        most = (request.batch or _MOST_ROWS) + 1  # and the end of the reply
-        size = sent.wire - reply.largest - reply.count * _ROW_OVERHEAD
-        return reply.count > most or size > (request.max_bytes or DEFAULT_MAX_BYTES)
+        size = sent.wire - newest - reply.count * _ROW_OVERHEAD
+        too_long = size > (request.max_bytes or DEFAULT_MAX_BYTES) and not reply.whole
+        return too_long or reply.count > (request.batch or _MOST_ROWS) + reply.whole
 
     def lost(self, error: Exception | None) -> None:
         """Note that the rest of all replies is lost; `error` is why, if the connection is closed for good."""
