@@ -32,6 +32,7 @@ from jetstream_ext.text import counted, get_logger, log_state
 _log = get_logger("direct")
 
 _FIRST_PAUSE: Final = 0.001  # short, because another responder may answer the next request
+_LONGEST_PAUSE: Final = 0.1  # while mirrors answer, whose replies are of no use
 _MOST_ROWS: Final = 1 << 14
 """Of a reply to a request without `batch`: servers send up to 1024, one for each subject."""
 _ROW_OVERHEAD: Final = 2048
@@ -379,7 +380,8 @@ class RangeRead:
                 return Done(self.error)
             if self.state is PAUSED or not self._read(now):
                 if self._timer is None and self.state is PAUSED:
-                    self._timer = now + min(self._pause, self._next_pause)
+                    longest = _LONGEST_PAUSE if self._mirror else self._pause
+                    self._timer = now + min(longest, self._next_pause)
                     self._next_pause *= 2
                 elif self._timer is None:
                     self._timer = flight.wait(now)
@@ -541,7 +543,7 @@ class RangeRead:
 
     def _progress(self, rows: Block) -> None:
         self._rows = rows
-        self._retried, self._mirror = False, ""
+        self._retried, self._mirror, self._plan.probing = False, "", False
         self._give_up_at, self._next_pause = None, _FIRST_PAUSE
 
     def _behind(self, now: float) -> None:
@@ -551,6 +553,7 @@ class RangeRead:
         """Drop what was asked, and pause before the next request, or give up."""
         self._plan.retry()
         self._flight.drop()
+        self._plan.probing = bool(self._mirror)
         self._mirror = mirror or self._mirror
         give_up = self._patience_ends(now) or (error is not None and not self.allowed)
         self._happen(

@@ -171,6 +171,8 @@ class Plan(ABC):
         self.end: EndOfBatch | None = None
         self.behind: str = ""
         """What the leader has and the last responder did not; taken back by the next request."""
+        self.probing: bool = False
+        """Mirrors answer: the next request of a range asks for one message, to find out whether a replica answers."""
         # Requests whose replies still count, in the order of the replies. The replies to others are dropped unread.
         self.in_flight: deque[SentRequest] = deque()
         self.link: Link = Link()
@@ -360,7 +362,8 @@ class OneReply(RangePlan):
     def next_request(self) -> SentRequest | None:
         if self.done or self.in_flight:
             return None
-        request = replace(self._request, max_bytes=self.link.limit(self._most_bytes - self._size))
+        max_bytes = 1 if self.probing else self.link.limit(self._most_bytes - self._size)
+        request = replace(self._request, max_bytes=max_bytes)
         if self._last_seq:
             request = replace(request, seq=self.position + 1, start_time=None, batch=self._most - self._rows)
         return self._send(request)
@@ -613,7 +616,7 @@ class Scan(RangePlan):
 
     def _request_from(self, start: int) -> SentRequest:
         max_bytes, carried = self._limits()
-        count = self._batch
+        count = 1 if self.probing else self._batch
         if self.up_to_seq is not None:
             count = max(1, min(count, self.up_to_seq - start + 1))
         if self.group is not None:  # many reads of small messages hold more bytes than `max_bytes` counts
@@ -648,7 +651,7 @@ class Scan(RangePlan):
             self.in_flight.clear()
 
     def _resize(self, sent: SentRequest) -> None:
-        if not sent.rows:
+        if not sent.rows or sent.count == 1 < self._batch:
             return
         span = sent.last - (sent.start or sent.first) + 1
         self._dense = self.subject is None and span == sent.rows and sent.start != 0
