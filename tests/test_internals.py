@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 MACHINES = ("protocol",)
 PUBLIC = {"", "arrow", "errors", "kv", "log", "otel", "spark", "testing", "testing.pytest_plugin", "testing.reference"}
 _NAME = re.compile(
-    r"jetstream_ext\.((?:arrow|cli|client|columns|errors|kv|log|otel|own_client|protocol|spark|testing|text|ttl|types|_\w+)(?:\.\w+)*)"
+    r"jetstream_ext\.((?:arrow|cli|client|columns|errors|kv|log|otel|own_client|protocol|servers|spark|testing|text|ttl|types|_\w+)(?:\.\w+)*)"
 )
 
 

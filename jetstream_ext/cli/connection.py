@@ -22,9 +22,10 @@ from jetstream_ext.cli.options import CONNECTION, cli_option, complete_files
 from jetstream_ext.cli.times import duration
 from jetstream_ext.client.api import Api, stream_state
 from jetstream_ext.client.connection import Context
-from jetstream_ext.own_client import OwnClient, Servers, login, may_be_secret, parse_servers, tls_context
+from jetstream_ext.own_client import OwnClient, login, may_be_secret, tls_context
 from jetstream_ext.protocol.advice import CONNECTION_OPTIONS
 from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.servers import Servers, parse_servers
 from jetstream_ext.text import get_logger, log_state
 
 _Command = Callable[..., None]

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar
 
 from jetstream_ext.errors import BadSubjectError
-from jetstream_ext.own_client import parse_servers
 from jetstream_ext.protocol.subjects import (
     bucket_prefix,
     bucket_stream,
@@ -28,6 +27,7 @@ from jetstream_ext.protocol.subjects import (
     check_subject,
     covers,
 )
+from jetstream_ext.servers import parse_servers
 from jetstream_ext.spark.ttls import parse_ttl, ttl_text
 from jetstream_ext.text import did_you_mean
 from jetstream_ext.types import TTL

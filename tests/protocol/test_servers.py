@@ -3,7 +3,7 @@
 import pytest
 from cells import walk
 
-from jetstream_ext.own_client import Servers, parse_servers
+from jetstream_ext.servers import Servers, parse_servers
 
 HOST = "nats://h:1"
 
