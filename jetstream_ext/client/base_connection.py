@@ -503,7 +503,8 @@ class BaseConnection(ABC):
 
     def explained(self, late: RequestTimeoutError, subjects: Iterable[str]) -> RequestTimeoutError:
         """Return the error about an answer that did not come to one of `subjects`, with what `why_silent` says."""
-        if not (why := "" if isinstance(late, NotPermittedError) else self.why_silent(subjects)):
+        why = "" if isinstance(late, NotPermittedError) else self.why_silent(subjects)
+        if not why or why in str(late):
             return late
         explained = RequestTimeoutError(f"{late}{why}")
         explained.__cause__ = late.__cause__

@@ -12,6 +12,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import get_at_leader, wait_for_sequence
+from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one, skip_malformed
 from jetstream_ext.errors import MessageNotFoundError, RequestTimeoutError
@@ -185,6 +186,8 @@ class DirectGet:
             await wait_for_sequence(self._js, self._stream, need, max(0.001, deadline - clock()))
             left = max(0.001, deadline - clock())
             at_leader = await get_at_leader(self._js, self._stream, request.body(), left)
+        except NotPermittedError:
+            raise
         except RequestTimeoutError as error:
             late = f"the leader did not answer or did not reach sequence {need} within {self._timeout:.4g} s"
             raise RequestTimeoutError(f"stream {self._stream!r}: {late}") from error
@@ -368,7 +371,7 @@ class DirectGet:
                 reach `min_seq`, or no replica had what the leader has.
             MirrorAnswersError: While iterating, with `confirm` or `min_seq`: for `timeout` seconds, a mirror answered and
                 no replica that has what the leader has.
-            StreamRecreatedError: At the end, with `confirm`: the stream was deleted and created again during the read.
+            StreamRecreatedError: At the end, with `confirm` or `min_seq`: the stream was deleted and created again during the read.
             nats.js.errors.APIError: While iterating, with `confirm` or `min_seq`: the leader refused.
             StreamConfigMismatchError: While iterating, with `confirm` or `min_seq`: the stream has file storage and has
                 reached sequence 2**62, and `up_to_seq` is not below it (see the class).
@@ -400,7 +403,9 @@ class DirectGet:
     def _read(self, plan: Plan, *, min_seq: int | None = None) -> MessageBatch:
         if min_seq is not None:
             check_sequence(min_seq, "min_seq")
-        return MessageBatch(plan, read_blocks(self._js, self._stream, plan, self._timeout, min_seq=min_seq))
+        proved = min_seq is not None
+        blocks = read_blocks(self._js, self._stream, plan, self._timeout, min_seq=min_seq, same_stream=proved)
+        return MessageBatch(plan, blocks)
 
 
 class ScanOptions(TypedDict, total=False):
@@ -442,7 +447,8 @@ def scan_blocks(
     if min_seq is not None:
         check_sequence(min_seq, "min_seq")
     confirm = options.get("confirm", False)
-    blocks = read_blocks(js, stream, plan, timeout, confirm=confirm, min_seq=min_seq, same_stream=confirm)
+    proved = confirm or min_seq is not None
+    blocks = read_blocks(js, stream, plan, timeout, confirm=confirm, min_seq=min_seq, same_stream=proved)
     return plan, skip_malformed(blocks) if on_bad == "skip" else blocks
 
 

@@ -211,6 +211,7 @@ async def _read_blocks(
         timeout,
         pause=LAG_PAUSE,
         allowed=allowed or (state is not None and bool(state.config.get("allow_direct"))),
+        session=connection.session,
         server_version=connection.server_version,
     )
     api = f"{context.prefix}.DIRECT.GET.{stream}"
@@ -241,7 +242,7 @@ async def _read_blocks(
                 read.leader_answered(*await Retry(timeout).call(asking), loop.time())
             case machine.AwaitConnection():
                 await connection.wait_usable(timeout)
-                read.connected()
+                read.connected(connection.session)
 
     try:
         while True:
@@ -285,12 +286,21 @@ async def _pinned(
         except NotPermittedError:
             if up_to is None:
                 raise
-    if isinstance(plan, MultiLast) and plan.up_to_time is not None:
-        # A responder may lag, and with `min_seq` only the leader knows what was stored up to then.
-        if min_seq is not None or (context.connection.api_level or 0) < START_TIME_LEVEL:
-            state = state or await stream_state(context, stream, timeout)
-            plan.pin(await first_since(context, state, plan.up_to_time, timeout) - 1)
-    elif isinstance(plan, RangePlan) and (confirm or min_seq is not None):
+    # Older servers find a time wrongly where messages were deleted.
+    finds_times = (context.connection.api_level or 0) >= START_TIME_LEVEL
+    at_leader = min_seq is not None or not finds_times  # with `min_seq`, because a responder may lag
+    if isinstance(plan, MultiLast) and plan.up_to_time is not None and at_leader:
+        state = state or await stream_state(context, stream, timeout)
+        plan.pin(await first_since(context, state, plan.up_to_time, timeout) - 1)
+    if isinstance(plan, RangePlan) and plan.start_time is not None and not finds_times:
+        try:
+            found = state or await stream_state(Api(context, timeout, optional=not (confirm or min_seq)), stream)
+            when, subject = plan.start_time, plan.subject or ">"
+            plan.start_at(await first_since(context, found, when, timeout, subject=subject))
+        except NotPermittedError:
+            if confirm or min_seq is not None:
+                raise
+    if isinstance(plan, RangePlan) and (confirm or min_seq is not None):
         if confirm and state is not None:
             state.check_sequences(up_to)
             plan.end_at(state.last_seq if up_to is None else up_to)

@@ -218,7 +218,7 @@ class ProvedReader:
             )
         )
         plan.prove(leader)
-        return await self._joined(plan), plan.cut
+        return await self._joined(plan), plan.more
 
     async def _is_followed(self, last: StoredMsg, subject: str | None = None) -> bool:
         """Return whether more messages, which match `subject`, follow one that is inside an atomic batch.

@@ -447,7 +447,7 @@ class ReplyDecoder:
             seqs = list(map(int if b"".join(raws).isdigit() else h.count, raws))
         except (ValueError, ResponseError):
             raise self._malformed("a sequence is not a number from 0 to 2**64-1", b" ".join(raws)) from None
-        if seqs[0] <= self._floor or seqs[-1] >> 64 or any(map(ge, seqs, seqs[1:])):
+        if seqs[0] <= self._floor or (seqs[-1] + 1) >> 64 or any(map(ge, seqs, seqs[1:])):
             raise self._malformed(f"the sequences do not increase after {self._floor}")
         self.last_seq = self._floor = seqs[-1]
         self.count += len(seqs)

@@ -70,13 +70,13 @@ ERR: Final = None
 
 TABLE: Final[dict[Input, tuple[State | tuple[State, State] | None, ...]]] = {
     #                     READING             ASKING           PAUSED    RESUMING  ENDED
-    Input.COMPLETE:      (ENDED,              ENDED,           ERR,      ENDED,    ENDED),
+    Input.COMPLETE:      (ENDED,              ENDED,           ERR,      ERR,      ERR),
     Input.UNPROVED:      (ASKING,             ASKING,          ERR,      ERR,      ERR),
     Input.LEARNED:       (ERR,                READING,         ERR,      ERR,      ERR),
     Input.BEHIND:        ((PAUSED, ENDED),    (PAUSED, ENDED), ERR,      ERR,      ERR),
     Input.MIRROR:        ((PAUSED, ENDED),    ERR,             ERR,      ERR,      ERR),
     Input.NO_RESPONDER:  ((PAUSED, ENDED),    ERR,             ERR,      ERR,      ERR),
-    Input.INTERRUPTED:   ((RESUMING, ENDED),  ERR,             ERR,      RESUMING, ENDED),
+    Input.INTERRUPTED:   ((RESUMING, ENDED),  ERR,             ERR,      ERR,      ERR),
     Input.REFUSED:       (ENDED,              ERR,             ERR,      ERR,      ERR),
     Input.FAILED:        (ENDED,              ENDED,           ENDED,    ENDED,    ENDED),
     Input.PAUSE_OVER:    (ERR,                ERR,             RESUMING, ERR,      ERR),
@@ -177,7 +177,6 @@ class _Flight:
         self.late: tuple[SentRequest, ...] = ()
         """Requests in flight before the oldest, which is silent, was repeated."""
         self._deadline = 0.0
-        self._waiting_since = 0.0
         # How long sending has taken since the last answer, and when the request was handed out that is being sent.
         self._sending = 0.0
         self.sending_since: float | None = None
@@ -191,6 +190,7 @@ class _Flight:
         if all(reply.whole for reply in self._replies.values()):
             self._heard = now
         self._replies[sent] = _Reply(decoder)
+        self._plan.link.in_flight += 1
         self.sending_since = now
         return self._deadline if self.late else now + self._timeout - self._sending
 
@@ -206,8 +206,6 @@ class _Flight:
         self._sending = 0.0
         if self.sending_since is not None:
             self.sending_since = now
-        if self._plan.group is not None:
-            self._plan.group.heard = now
         size = sum([len(body) for _, body, _ in frames])
         if not sent.wire:
             reply.first, reply.waited, reply.first_at = size, max(0.0, now - self._heard), now
@@ -265,13 +263,18 @@ class _Flight:
         """Forget the replies to requests that no longer count."""
         for sent in [sent for sent in self._replies if sent not in (*self._plan.in_flight, *self.late)]:
             del self._replies[sent]
+            self._plan.link.in_flight -= 1
             self.dropped.append(sent)
+
+    def close(self) -> None:
+        """Forget all requests."""
+        self._plan.link.in_flight -= len(self._replies)
+        self._replies.clear()
 
     # -- the wait ---------------------------------------------------------------------------------------------------
 
     def wait(self, now: float) -> float:
         """Begin to wait for more of the oldest reply; return until when."""
-        self._waiting_since = now
         self._deadline = now + max(self._pause, self._timeout - self._sending)
         patience = self._timeout / 2
         if self._plan.only_end_missing:
@@ -283,10 +286,6 @@ class _Flight:
         """Whether nothing has arrived that was not taken."""
         first, reply = self._first(), self._replies[self._plan.in_flight[0]]
         return not (reply.frames or reply.lost or first.frames)
-
-    def others_answered(self) -> bool:
-        """Return whether another read of the group was answered during the wait: a server answers one after the other."""
-        return self._plan.group is not None and self._plan.group.heard > self._waiting_since
 
     def may_repeat(self, until: float) -> bool:
         """Return whether the wait until then was not all of it."""
@@ -325,6 +324,7 @@ class RangeRead:
         pause: Seconds, at most, between two requests while responders lag or do not answer, and to wait for the end of a
             reply whose messages have all arrived.
         allowed: The stream is known to allow direct gets, so that a first answer without a responder ends nothing.
+        session: Counts the connections of the client.
         server_version: The connected server's version, for errors.
     """
 
@@ -336,6 +336,7 @@ class RangeRead:
         *,
         pause: float,
         allowed: bool = False,
+        session: int = 0,
         server_version: str = "",
     ) -> None:
         self.state: State = READING
@@ -347,6 +348,8 @@ class RangeRead:
         self._pause = pause
         self.allowed: bool = allowed  # or a responder has answered
         self._flight = _Flight(stream, plan, timeout, pause, server_version)
+        self._session = session
+        self._most = plan.link.most  # as of the last loss
         self._rows: Block | None = None
         self._timer: float | None = None
         self._give_up_at: float | None = None  # unless a row comes
@@ -400,7 +403,9 @@ class RangeRead:
         reply = self._flight[sent]
         reply.lost, reply.unsent, reply.error = True, True, error
 
-    def connected(self) -> None:
+    def connected(self, session: int | None = None) -> None:
+        """Note that the connection is usable, in another session if none is given."""
+        self._session = self._session + 1 if session is None else session
         self._happen(Input.CONNECTED)
 
     def failed(self, error: Exception) -> None:
@@ -409,6 +414,7 @@ class RangeRead:
 
     def closed(self) -> None:
         """Note that the reader leaves: no call follows."""
+        self._flight.close()
         if self.state is not ENDED:
             log_state(_log, self._source, "closed", "its reader has left", before=self.state.name)
 
@@ -440,9 +446,7 @@ class RangeRead:
         flight, plan = self._flight, self._plan
         if not flight.silent:
             return
-        if flight.others_answered():
-            self._timer = None  # the wait begins again
-        elif plan.only_end_missing:
+        if plan.only_end_missing:
             plan.retry()
             flight.drop()
         elif flight.may_repeat(self._timer):
@@ -491,10 +495,13 @@ class RangeRead:
     def _interrupt(self, reply: _Reply, now: float) -> None:
         """Ask for the rest once more, or give up; a request that was not sent is not yet repeated."""
         # A server that holds too much for a connection closes it, so another request for as much would cost it again.
-        less = reply.error is None and self._plan.link.lost(self._flight.asked, now)
+        if reply.error is None:
+            self._plan.link.lost(self._flight.asked, now, self._session)
+        less, self._most = self._plan.link.most != self._most, self._plan.link.most
         text = (
             f"stream {self._stream!r}: the connection was lost twice before the direct get was answered completely; repeat the "
-            "read, with a smaller max_bytes if the server closes connections that read so much (max_pending)"
+            "read, with a smaller max_bytes, or run fewer reads at once on this connection, if the server closes connections that "
+            "read so much (max_pending)"
         )
         error = reply.error or MessagesLostError(text, expected=reply.decoder.last_seq)
         give_up = self._patience_ends(now) if reply.unsent else self._retried and not less
@@ -564,10 +571,10 @@ class RangeRead:
         stream, tried = f"stream {self._stream!r}", f"(tried for {self._timeout:.4g} s)"
         if self._mirror:
             return MirrorAnswersError(
-                f"{stream}: mirror {self._mirror!r} answers direct gets under the stream's name, and no replica of the stream that "
-                f"has what the leader has answered {tried}; the mirror may lack messages, so its answer proves nothing. Read "
-                f"with confirm=False and without min_seq, or the mirror by its own name (with allow_direct on), or set "
-                f"mirror_direct=False on it, or connect to a server nearer to a replica",
+                f"{stream}: mirror {self._mirror!r} answers direct gets under the stream's name, and no replica of the stream proved "
+                f"its answer {tried}. A mirror can lack messages, so its answers prove nothing. Read with confirm=False and without "
+                f"min_seq, or read the mirror by its own name (with allow_direct on), or set mirror_direct=False on it, or "
+                f"connect to a server nearer to a replica",
                 stream=self._stream,
                 mirror=self._mirror,
             )

@@ -23,9 +23,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final
 
-from jetstream_ext.errors import ResponseError
+from jetstream_ext.errors import HistoryUnavailableError, ResponseError
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg
 from jetstream_ext.protocol.subjects import NOT_INDEXED, SubjectMatcher, can_be_asked_for, filter_for
+from jetstream_ext.text import counted
 
 FIRST_BATCH: Final = 1_000
 MAX_BATCH: Final = 16_000
@@ -56,8 +57,10 @@ _LEAST_RATE: Final = _TELLING / _SECONDS_IN_FLIGHT
 # So after a loss, replies have this part of both, for so many seconds; but a connection that is lost for other reasons must not
 # become very slow.
 _SMALLER: Final = 8
-_CAUTIOUS: Final = 600.0
 _LEAST: Final = 1 << 14
+# The seconds after a loss; another loss soon after them makes them longer, because it was no accident.
+_CAUTIOUS: Final = 15.0
+_MOST_CAUTIOUS: Final = 960.0
 
 
 class Link:
@@ -69,8 +72,12 @@ class Link:
         """The bytes that the replies in flight may have together, after a reply was lost with the connection."""
         self.max_payload: int = 1 << 20
         """The server's limit for one message, in bytes."""
+        self.in_flight: int = 0
+        """The requests of all reads of the connection that are on their way."""
         self._measured = 0.0
         self._cautious_until = -math.inf
+        self._cautious = _CAUTIOUS
+        self._lost: int | None = None  # the session that was lost last
 
     def adapt(self, first: int, rest: int, waited: float, seconds: float, now: float) -> None:
         """Take that the first bytes of a reply arrived after a wait, and the rest in so many seconds after them.
@@ -90,39 +97,30 @@ class Link:
         if now > self._cautious_until:
             self.most = None
 
-    def lost(self, asked: int, now: float) -> bool:
-        """Note that the connection was lost while replies of `asked` bytes came; return whether less can be asked for."""
+    def lost(self, asked: int, now: float, session: int) -> None:
+        """Note that a session of the connection was lost while replies of `asked` bytes came, perhaps to several reads."""
         held = asked if self.most is None else min(asked, self.most)
-        if held <= _LEAST:
-            return False
-        self.most = max(_LEAST, min(held, self.max_payload) // _SMALLER)
-        self._cautious_until = now + _CAUTIOUS
-        return True
+        if session == self._lost or held <= _LEAST:
+            return
+        again = now < self._cautious_until + _MOST_CAUTIOUS
+        self._cautious = min(self._cautious * _SMALLER, _MOST_CAUTIOUS) if again else _CAUTIOUS
+        self.most, self._lost = max(_LEAST, min(held, self.max_payload) // _SMALLER), session
+        self._cautious_until = now + self._cautious
 
     def limit(self, max_bytes: int) -> int:
         """Return the bytes that a request for `max_bytes` may ask for, whatever the rate."""
         return max_bytes if self.most is None else min(max_bytes, self.most)
 
-    def room(self, requests: int) -> int:
-        """Return the bytes that each of so many requests in flight may ask for."""
-        return self.limit(int(self.rate * _SECONDS_IN_FLIGHT)) // requests
+    def room(self, requests: int, own: int = 0) -> int:
+        """Return the bytes that each of so many requests in flight may ask for, of which `own` are on their way already."""
+        return self.limit(int(self.rate * _SECONDS_IN_FLIGHT)) // (requests + self.in_flight - own)
 
 
 @dataclass(slots=True)
 class Group:
-    """Reads that are merged, so that together they keep to the limits of one read: `max_bytes`, and what the `Link` carries.
-
-    A server answers the requests of a connection one after the other. So a request waits while the server answers those of
-    the other reads, and that is no silence.
-    """
+    """Reads that are merged, so that together they keep to the `max_bytes` of one read."""
 
     readers: int  # how many of the reads have not ended
-    heard: float = -math.inf  # when the newest bytes of a reply to any of them arrived, by the caller's clock
-
-    @property
-    def in_flight(self) -> int:
-        """The number of requests that may be in flight, each for its part of the limits."""
-        return max(1, min(self.readers, MAX_IN_FLIGHT))
 
     @property
     def lazy(self) -> bool:
@@ -255,6 +253,10 @@ class RangePlan(Plan):
         if up_to_seq is not None:
             self.end_at(up_to_seq)
 
+    def start_at(self, seq: int) -> None:
+        """Start with a sequence, and not with a time."""
+        self.position, self.start_time, self._origin = seq - 1, None, (seq - 1, None)
+
     def end_at(self, seq: int) -> None:
         """End the range with a sequence."""
         self.up_to_seq = seq
@@ -271,13 +273,9 @@ class RangePlan(Plan):
         return self._beyond > 0 or (self.up_to_seq is not None and self.position >= self.up_to_seq)
 
     @property
-    def cut(self) -> bool:
-        """Whether the caller's own limits end the read, so that nothing after the last row is missing."""
-        return self._beyond > 0
-
-    @property
     def question(self) -> Question | None:
-        if not self.done or self.position >= self._prove_to or self.cut:
+        more = self.end is not None and self.end.num_pending > 0
+        if not self.done or self.position >= self._prove_to or more:
             return None
         origin, start_time = self._origin
         if start_time is not None and self.position == origin:
@@ -323,11 +321,18 @@ class RangePlan(Plan):
         return block
 
     def _in_time(self, block: Block, start: int, stop: int) -> int:
-        """Return the first of the rows `start … stop` that was stored after the range, or `stop`."""
+        """Return the first of the rows `start … stop` that was stored after the range, or `stop`; the times are ascending."""
         up_to = self._up_to_ns
-        if up_to is None:
+        if up_to is None or start == stop:
             return stop
-        return next((row for row in range(start, stop) if block.message(row).time_ns > up_to), stop)
+
+        def is_later(row: int) -> bool:
+            try:
+                return block.message(row).time_ns > up_to
+            except ResponseError:  # the caller decides about a malformed time
+                return False
+
+        return next(filter(is_later, range(start, stop)), stop) if is_later(stop - 1) else stop
 
     def retry(self) -> None:
         super().retry()
@@ -351,18 +356,29 @@ class OneReply(RangePlan):
         self._most, self._most_bytes = request.batch, request.max_bytes
         self._rows = self._size = 0
 
-    @property
-    def only_end_missing(self) -> bool:
-        return self._beyond > 0 or self._rows >= self._most or self._size >= self._most_bytes
+    def start_at(self, seq: int) -> None:
+        super().start_at(seq)
+        self._request = replace(self._request, seq=seq, start_time=None)
 
     @property
-    def cut(self) -> bool:
-        return self.only_end_missing or (self.end is not None and self.end.num_pending > 0)
+    def only_end_missing(self) -> bool:
+        return self._beyond > 0 or self._rows >= self._most
+
+    @property
+    def more(self) -> bool:
+        """Whether messages follow the last one."""
+        return self.end is not None and self.end.num_pending > 0
+
+    def learn(self, found: StoredMsg | None, last_seq: int | None) -> None:
+        super().learn(found, last_seq)
+        if self.behind and self.only_end_missing:  # the caller wants no more, and is told that there is more
+            self.behind = ""
+            self._finish_early(EndOfBatch(1, self._last_seq))
 
     def next_request(self) -> SentRequest | None:
         if self.done or self.in_flight:
             return None
-        max_bytes = 1 if self.probing else self.link.limit(self._most_bytes - self._size)
+        max_bytes = 1 if self.probing else max(1, self.link.limit(self._most_bytes - self._size))
         request = replace(self._request, max_bytes=max_bytes)
         if self._last_seq:
             request = replace(request, seq=self.position + 1, start_time=None, batch=self._most - self._rows)
@@ -377,8 +393,12 @@ class OneReply(RangePlan):
     def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
         self.in_flight.clear()
         asked, before = sent.request.max_bytes or 0, self._size - sent.size
-        if end.num_pending and not self.only_end_missing and asked < self._most_bytes - before:
+        limited = asked < self._most_bytes - before and self._size < self._most_bytes
+        if end.num_pending and limited and not self.only_end_missing:
             return  # the connection's limit ended the reply, and not the caller's
+        doubtful, self._pending = not end.found and self._pending > 0, end.num_pending
+        if doubtful:  # another responder has counted more
+            return
         last = self._last_seq
         self._finish_early(replace(end, num_pending=end.num_pending + self._beyond, last_seq=last, found=last > 0))
 
@@ -422,6 +442,9 @@ class MultiLast(Plan):
         self._request = request
         self._need = need or 0
         self._paged = paged
+        self._shrunk = False  # a reply has cost the connection
+        self._responder = ""
+        self._counted: int | None = None  # how many rows there are, as the first page says
         self._filters = SubjectMatcher(request.multi_last or ())
         self.point: int | None = request.up_to_seq  # what `EndOfBatch.up_to_seq` says
         self._step = _Step.NOW if self.point is None else _Step.PAGE
@@ -439,7 +462,9 @@ class MultiLast(Plan):
         if self.done or self.in_flight or self._question is not None:
             return None
         seq, subject = self._witness
-        request = replace(self._request, max_bytes=self.link.limit(self._request.max_bytes or _UNLIMITED))
+        request = self._request
+        if self._shrunk:  # only then: of a read of now, one page alone is sure to have every subject
+            request = replace(request, max_bytes=self.link.limit(request.max_bytes or _UNLIMITED))
         filters = request.multi_last or ()
         if subject and not self._matches(subject):
             filters = (*filters, filter_for(subject))
@@ -462,6 +487,7 @@ class MultiLast(Plan):
     def finish(self, sent: SentRequest, end: EndOfBatch) -> Block | None:
         self.in_flight.clear()
         reply, pending = sent.held, sent.pending
+        self._responder = reply.stream or self._responder
         newest = reply.seqs[-1] if reply.seqs else 0
         seq, subject = self._witness
         match self._step:
@@ -478,11 +504,15 @@ class MultiLast(Plan):
                 if not pending or not self._paged or len(reply) == self._request.batch:
                     return self._deliver(reply, pending, ended=True)
                 self._page, self._page_pending = reply, pending
+                self._counted = len(reply) + pending
                 self._step, self._question = _Step.PAGE, NewestMessage(self.point or newest)
             case _Step.PAGE if newest == seq:
                 return self._deliver(reply, 0, ended=True)
             case _Step.PAGE if pending:
                 self._page, self._page_pending = reply, pending - (not self._matches(subject))
+                exact = can_be_asked_for(subject) or self._matches(subject)  # otherwise its filter matches others
+                if self._counted is None and exact:
+                    self._counted = sum(self._filters.mask(reply.subjects)) + self._page_pending
                 self._step = _Step.SUBJECTS
             case _Step.SUBJECTS if newest == seq:
                 cursor = self._page.seqs[-1]
@@ -519,10 +549,17 @@ class MultiLast(Plan):
         return can_be_asked_for(subject) or unsure or self._matches(subject)
 
     def ask_for_less(self) -> None:
+        self._shrunk = True
         if self._step is _Step.SUBJECTS:
             self._step = _Step.PAGE  # of fewer subjects
 
     def _end(self) -> None:
+        lacking = (self._counted or 0) - self._rows
+        if lacking > 0 and not self._pending and self._rows != self._request.batch:
+            raise HistoryUnavailableError(
+                f"stream {self._responder!r}: {counted(lacking, 'subject')} of a multi_last in several pages changed meanwhile, and "
+                "their older messages are no longer stored; repeat it with a larger max_bytes, or with fewer subjects"
+            )
         self._question = None
         self._finish_early(EndOfBatch(self._pending, self._last, self.point, found=bool(self._rows)))
 
@@ -634,9 +671,8 @@ class Scan(RangePlan):
 
     def _limits(self) -> tuple[int, int]:
         """Return the most bytes that a request may ask for, and the bytes that the connection carries for it."""
-        if self.group is None:
-            return self._max_bytes, self.link.room(self._ahead)
-        return self._max_bytes // self.group.readers, self.link.room(self._ahead * self.group.in_flight)
+        share = 1 if self.group is None else self.group.readers
+        return self._max_bytes // share, self.link.room(self._ahead, len(self.in_flight))
 
     def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
         """As `Plan.finish`; guesses that the reply makes wrong leave `in_flight`."""

@@ -196,20 +196,6 @@ class TestGroup:
             Wait,
         ]
 
-    def test_a_wait_begins_again_while_other_reads_are_answered(self) -> None:
-        script, group = self.script(2)
-        script.act()
-        for _ in range(5):
-            group.heard = script.now + 1
-            assert isinstance(script.expire(), Wait)
-        assert len(script.sent) == 1, "the request has not been repeated"
-        waited = script.now
-        assert isinstance(script.expire(), Wait)
-        assert len(script.sent) == 2
-        error = failure(script.expire())
-        assert isinstance(error, errors.RequestTimeoutError)
-        assert script.now == waited + TIMEOUT
-
 
 class TestReading:
     def test_rows_are_delivered_after_the_next_request_is_sent(self) -> None:
@@ -488,11 +474,28 @@ class TestProof:
 
 
 class TestProvedBatch:
-    @walk("batch, seqs, pending", [(2, [1, 2], 0), (2, [1, 2], 9), (5, [1], 4)])
+    @walk("batch, seqs, pending", [(2, [1, 2], 9), (5, [1], 4)])
     def test_a_batch_that_its_own_limits_end_is_complete(self, batch: int, seqs: list[int], pending: int) -> None:
         script = Script(one_reply(batch), 9)
         assert script.answer(reply(seqs, pending)) == Done()
         assert script.delivered == seqs
+
+    @walk("found, pending", [(None, 0), (10, 0), (9, 1)])
+    def test_the_leader_says_whether_more_follows_a_full_batch(self, found: int | None, pending: int) -> None:
+        """A replica that lags counts nothing."""
+        script = Script(one_reply(2), 9)
+        script.answer(reply([1, 2], 0))
+        assert script.leader(found) == Done()
+        assert (script.delivered, script.plan.end) == ([1, 2], EndOfBatch(pending, 2))
+
+    def test_a_batch_of_so_many_bytes_as_the_client_counts_is_proved(self) -> None:
+        """Only the server counts them exactly."""
+        script = Script(one_reply(100, max_bytes=1), 9)
+        script.answer(reply([1], 0))
+        assert isinstance(script.leader(2), Wait)
+        script.pause()
+        assert script.answer(reply([2], 7)) == Done()
+        assert script.delivered == [1, 2]
 
     def test_nothing_found_is_proved(self) -> None:
         script = Script(one_reply(5), 3)

@@ -175,24 +175,43 @@ def test_a_link_that_becomes_slow_is_noticed() -> None:
     assert all(wait < 0.8 for sent, wait in path.waits if sent > 3 * first)
 
 
-def test_a_link_lets_requests_shrink_with_each_loss_to_a_floor_and_recovers_after_ten_minutes() -> None:
+def test_a_link_lets_requests_shrink_with_each_loss_to_a_floor() -> None:
     link = Link()
     most = []
-    while link.lost(link.limit(3 * MIB), 100.0):
+    for session in range(4):
+        for _ in range(2):  # two reads notice each loss
+            link.lost(link.limit(3 * MIB), 100.0, session)
         most.append(link.limit(3 * MIB))
-    assert most == [MIB // 8, MIB // 64], "of the server's max_payload"
+    assert most == [MIB // 8, MIB // 64, MIB // 64, MIB // 64], "of the server's max_payload"
     assert (link.limit(1000), link.limit(8 * MIB)) == (1000, MIB // 64)
     assert link.room(2) <= MIB // 128
-    link.adapt(0, MIB, 0.0, 0.01, 700.0)
-    assert link.limit(8 * MIB) == MIB // 64
-    link.adapt(0, MIB, 0.0, 0.01, 700.1)
-    assert link.limit(8 * MIB) == 8 * MIB
+
+
+def test_a_link_recovers_the_later_the_more_often_it_is_lost() -> None:
+    link, now = Link(), 100.0
+    for session, seconds in enumerate((15, 120, 960, 960)):
+        link.lost(8 * MIB, now, session)
+        link.adapt(0, MIB, 0.0, 0.01, now + seconds)
+        assert link.most is not None
+        now += seconds + 0.1
+        link.adapt(0, MIB, 0.0, 0.01, now)
+        assert link.limit(8 * MIB) == 8 * MIB
+    link.lost(8 * MIB, now + 1000, 5)
+    link.adapt(0, MIB, 0.0, 0.01, now + 1015.1)
+    assert link.most is None, "so long after the last one, it is an accident again"
 
 
 def test_a_loss_while_few_bytes_are_asked_for_does_not_make_requests_smaller() -> None:
     link = Link()
-    assert not link.lost(1000, 0.0)
+    link.lost(1000, 0.0, 0)
     assert link.limit(8 * MIB) == 8 * MIB
+
+
+def test_the_reads_of_a_connection_share_what_it_carries() -> None:
+    link = link_of(8e6)
+    assert link.room(2) == 2_000_000
+    link.in_flight = 6
+    assert (link.room(2), link.room(2, own=2)) == (500_000, 666_666)
 
 
 @walk("readers", [1, 2, 5, MAX_IN_FLIGHT, 100, 10_000])
