@@ -11,7 +11,7 @@ from typing import Final, Literal, TypedDict, Unpack
 from nats.js import JetStreamContext
 
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.api import get_at_leader, wait_for_sequence
+from jetstream_ext.client.api import first_since, get_at_leader, wait_for_sequence
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one, skip_malformed
@@ -183,8 +183,12 @@ class DirectGet:
             if found.stream == self._stream and found.seq >= need:
                 return found
         try:
-            await wait_for_sequence(self._js, self._stream, need, max(0.001, deadline - clock()))
+            state = await wait_for_sequence(self._js, self._stream, need, max(0.001, deadline - clock()))
             left = max(0.001, deadline - clock())
+            if (when := request.start_time) is not None:  # servers before 2.12 find a time wrongly
+                subject = request.next_by_subj or ">"
+                seq = await first_since(self._js, state, when, left, subject=subject)
+                request = Request(seq=seq, next_by_subj=subject)
             at_leader = await get_at_leader(self._js, self._stream, request.body(), left)
         except NotPermittedError:
             raise
