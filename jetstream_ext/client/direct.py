@@ -155,8 +155,8 @@ class DirectGet:
 
         Cancellation: Safe; nothing is left behind.
 
-        Requires: nats-server 2.11, and 2.12 where messages were deleted (see "Server versions" in the Direct Get
-        guide); ADR-31, Batched requests.
+        Requires: nats-server 2.11 (ADR-31, Batched requests); where messages were deleted, before 2.12 also permission for
+        ``STREAM.INFO`` and ``STREAM.MSG.GET``.
         """
         rfc3339(when, "when")
         if subject is not None:
@@ -259,10 +259,10 @@ class DirectGet:
     ) -> MessageBatch:
         """Read the last message of every subject that matches one of `subjects`, all as of one sequence.
 
-        Without `batch`, the read pages to the end at that sequence. A subject that is overwritten between two pages, or
-        since `up_to_seq` or `up_to_time`, is missing from the answer if the stream does not keep the old message
-        (``max_msgs_per_subject`` 1): by ADR-31, an answer is exact only as far as the stream's history reaches. A read of
-        now that fits into one page contains every subject.
+        Without `batch`, the read pages to the end at that sequence. By ADR-31, an answer is exact only as far as the stream's
+        history reaches: a subject that was overwritten since `up_to_seq` or `up_to_time` is missing from the answer if the
+        stream does not keep the old message (``max_msgs_per_subject`` 1). If one is overwritten between two pages, the read
+        raises `HistoryUnavailableError`. A read of now that fits into one page contains every subject.
 
         `MessageBatch.up_to_seq` is that sequence. Every page is of a responder that has reached it; the read waits (within
         the timeout) for one. If the message at that sequence was removed, or `up_to_seq` is beyond the end of the stream
@@ -288,7 +288,8 @@ class DirectGet:
             BadSubjectError: One of `subjects` is not a valid subject or filter.
             TooManySubjectsError: While iterating: the filters match too many subjects.
             RequestTimeoutError: While iterating: as for `scan`, and if no responder has reached the point in time.
-            MirrorAnswersError: While iterating, with `min_seq`: as for `scan`.
+            HistoryUnavailableError: While iterating: subjects changed between two pages; repeat it with a larger `max_bytes`.
+            MirrorAnswersError, StreamRecreatedError: While iterating, with `min_seq`: as for `scan`.
             JetStreamExtError, nats.errors.Error: While iterating: as for `scan`.
 
         Cancellation: As for `batch`.
@@ -367,12 +368,11 @@ class DirectGet:
         Raises:
             ValueError, TypeError, BadSubjectError: As for `batch`.
             nats.js.errors.NotFoundError: While iterating: there is no such stream.
-            DirectGetDisabledError: While iterating: no ``allow_direct``, or no server that can answer now, at once; after
-                the first message, no responder for `timeout` seconds.
+            DirectGetDisabledError: While iterating: no ``allow_direct``, or no server that can answer now, at once.
             UnsupportedFeatureError: While iterating: the server is older than 2.11.
             MessagesLostError: While iterating: messages were lost on their way, twice at the same place.
-            RequestTimeoutError: While iterating: no answer came for `timeout` seconds, or for that time the leader did not
-                reach `min_seq`, or no replica had what the leader has.
+            RequestTimeoutError: While iterating: no answer came for `timeout` seconds, or for that time no responder was
+                there, the leader did not reach `min_seq`, or no replica had what the leader has.
             MirrorAnswersError: While iterating, with `confirm` or `min_seq`: for `timeout` seconds, a mirror answered and
                 no replica that has what the leader has.
             StreamRecreatedError: At the end, with `confirm` or `min_seq`: the stream was deleted and created again during the read.

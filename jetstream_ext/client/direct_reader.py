@@ -296,7 +296,8 @@ async def _pinned(
         try:
             found = state or await stream_state(Api(context, timeout, optional=not (confirm or min_seq)), stream)
             when, subject = plan.start_time, plan.subject or ">"
-            plan.start_at(await first_since(context, found, when, timeout, subject=subject))
+            if found.api_level:  # 2.11; before that there are no batches
+                plan.start_at(await first_since(context, found, when, timeout, subject=subject))
         except NotPermittedError:
             if confirm or min_seq is not None:
                 raise

@@ -355,7 +355,7 @@ class RangeRead:
         self._give_up_at: float | None = None  # unless a row comes
         self._next_pause = _FIRST_PAUSE
         self._mirror = ""  # the mirror that has answered since the last row
-        self._retried = False  # an interruption, or a silence, at this place
+        self._retried = False  # an interruption since the last row
         self._repeated = False  # a silent request, since the last complete reply
 
     def next_action(self, now: float) -> Action:
@@ -462,7 +462,7 @@ class RangeRead:
         """
         if self._repeated:
             return
-        self._retried = self._repeated = True
+        self._repeated = True
         late = tuple(self._plan.in_flight)
         self._plan.retry()
         if self._plan.done:
@@ -504,10 +504,10 @@ class RangeRead:
             "read so much (max_pending)"
         )
         error = reply.error or MessagesLostError(text, expected=reply.decoder.last_seq)
-        give_up = self._patience_ends(now) if reply.unsent else self._retried and not less
+        give_up = self._patience_ends(now) if reply.unsent else (self._retried or self._repeated) and not less
         self._flight.clear()
         self._plan.retry()
-        if less:
+        if reply.error is None and not reply.unsent:
             self._plan.ask_for_less()
         self._flight.drop()
         if not self._plan.done:
@@ -542,7 +542,7 @@ class RangeRead:
             self._plan.link.adapt(reply.first, sent.wire - reply.first, reply.waited, seconds, now)
         rows = self._plan.finish(sent, end)
         self._flight.drop()
-        self._retried = self._repeated = False
+        self._repeated = False
         if rows is not None and rows.seqs:
             self._progress(rows)
         if self._plan.behind:
