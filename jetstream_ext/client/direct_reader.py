@@ -27,7 +27,7 @@ from jetstream_ext.client.api import (
     wait_for_sequence,
     why_no_jetstream,
 )
-from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, NotPermittedError
+from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription, NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import (
@@ -71,8 +71,8 @@ _log = get_logger("direct")
 class _Inboxes:
     """The reply inboxes of one read, and one wait for a message to any of them or for the loss of the connection."""
 
-    def __init__(self, context: Context, disconnected: Callable[[Exception | None], None]) -> None:
-        self._connection = context.connection
+    def __init__(self, connection: BaseConnection, disconnected: Callable[[Exception | None], None]) -> None:
+        self._connection = connection
         self._disconnected = disconnected
         self._open: dict[SentRequest, InboxSubscription] = {}
         self._woken = asyncio.Event()
@@ -122,12 +122,12 @@ class _Inboxes:
 _links: WeakKeyDictionary[Client, Link] = WeakKeyDictionary()
 
 
-def link_of(context: Context) -> Link:
+def link_of(connection: BaseConnection) -> Link:
     """Return what is known of a connection."""
-    link = _links.get(context.nc)
+    link = _links.get(connection.nc)
     if link is None:
-        link = _links[context.nc] = Link()
-    link.max_payload = context.connection.max_payload
+        link = _links[connection.nc] = Link()
+    link.max_payload = connection.max_payload
     return link
 
 
@@ -204,7 +204,7 @@ async def _read_blocks(
 ) -> AsyncGenerator[Block, None]:
     loop, connection = asyncio.get_running_loop(), context.connection
     state = await _pinned(context, stream, plan, timeout, confirm, min_seq, same_stream)
-    plan.link = link_of(context)
+    plan.link = link_of(connection)
     read = machine.RangeRead(
         stream,
         plan,
@@ -215,7 +215,7 @@ async def _read_blocks(
         server_version=connection.server_version,
     )
     api = f"{context.prefix}.DIRECT.GET.{stream}"
-    inboxes = _Inboxes(context, read.disconnected)
+    inboxes = _Inboxes(connection, read.disconnected)
 
     def receive(sent: SentRequest, frames: list[Frame]) -> None:
         read.receive(sent, frames, loop.time())
@@ -286,13 +286,11 @@ async def _pinned(
         except NotPermittedError:
             if up_to is None:
                 raise
-    # Older servers find a time wrongly where messages were deleted.
-    finds_times = (context.connection.api_level or 0) >= START_TIME_LEVEL
-    at_leader = min_seq is not None or not finds_times  # with `min_seq`, because a responder may lag
-    if isinstance(plan, MultiLast) and plan.up_to_time is not None and at_leader:
-        state = state or await stream_state(context, stream, timeout)
-        plan.pin(await first_since(context, state, plan.up_to_time, timeout) - 1)
-    if isinstance(plan, RangePlan) and plan.start_time is not None and not finds_times:
+    if isinstance(plan, MultiLast) and plan.up_to_time is not None:
+        if min_seq is not None or not _finds_times(context):  # with `min_seq`, because a responder may lag
+            state = state or await stream_state(context, stream, timeout)
+            plan.pin(await first_since(context, state, plan.up_to_time, timeout) - 1)
+    elif isinstance(plan, RangePlan) and plan.start_time is not None and not _finds_times(context):
         try:
             found = state or await stream_state(Api(context, timeout, optional=not (confirm or min_seq)), stream)
             when, subject = plan.start_time, plan.subject or ">"
@@ -309,6 +307,11 @@ async def _pinned(
         assert prove_to is not None
         plan.prove(prove_to)
     return state
+
+
+def _finds_times(context: Context) -> bool:
+    """Return whether the server finds a time where messages were deleted; older ones find another one."""
+    return (context.connection.api_level or 0) >= START_TIME_LEVEL
 
 
 async def _ask_leader(

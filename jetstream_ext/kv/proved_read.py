@@ -275,4 +275,4 @@ class ProvedReader:
             return json_number((answer["state"].get("subjects") or {}).get(subject, _NO_LIMIT), "subjects")
 
     def _room(self, in_flight: int) -> int:
-        return min(DEFAULT_MAX_BYTES, link_of(self._context).room(in_flight))
+        return min(DEFAULT_MAX_BYTES, link_of(self._context.connection).room(in_flight))

@@ -435,7 +435,7 @@ class LogReader:
             position = await self._resolve()
             if not self.confirm:
                 # One request at a time: only the rows show how far the responder is.
-                size = min(_REQUEST_BYTES, link_of(self._context).room(1))
+                size = min(_REQUEST_BYTES, link_of(self._context.connection).room(1))
                 batch = self._batch(_GROUP, position, size)
                 rows = await batch.to_list()
                 self._pending = len(rows) + (batch.num_pending or 0)

@@ -640,14 +640,16 @@ class Scan(RangePlan):
 
     def next_request(self) -> SentRequest | None:
         most = self._prefetch if self.link.most is None else 1
-        if self.done or self.only_end_missing or len(self.in_flight) >= most:
+        if self.done or len(self.in_flight) >= most or self.only_end_missing:
             return None
         if not self.in_flight:
             return self._request_from(self.position + 1)
+        if not self._dense:
+            return None
         newest = self.in_flight[-1]
         start = newest.start + newest.count
         expected = sum(sent.count - sent.rows for sent in self.in_flight)
-        if not self._dense or self._pending <= expected or (self.up_to_seq is not None and start > self.up_to_seq):
+        if self._pending <= expected or (self.up_to_seq is not None and start > self.up_to_seq):
             return None
         return self._request_from(start)
 
