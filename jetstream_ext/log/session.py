@@ -162,7 +162,7 @@ class Session:
                     "%s: the connection was closed before the member left: partitions %s were not handed over; their next owners "
                     "continue after the last commits",
                     self.what,
-                    self.partitions,
+                    tuple(sorted(self.held)),
                 )
         finally:
             self.closed = True
