@@ -338,6 +338,7 @@ def connection_lost(machine: RangeRead) -> None:
 
 def connection_usable(machine: RangeRead) -> None:
     machine.connected()
+    machine.session += 1
     carried_out(machine)
 
 

@@ -110,7 +110,8 @@ class DirectGet:
 
         Raises:
             BadSubjectError: `subject` is not a valid subject or filter.
-            ValueError, NotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
+            ValueError, MessageNotFoundError, nats.js.errors.NotFoundError, DirectGetDisabledError, RequestTimeoutError: As
+                for `get`.
 
         Cancellation: Safe; nothing is left behind.
 
@@ -129,7 +130,8 @@ class DirectGet:
 
         Raises:
             BadSubjectError: `subject` is not a valid subject or filter.
-            ValueError, NotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
+            ValueError, MessageNotFoundError, nats.js.errors.NotFoundError, DirectGetDisabledError, RequestTimeoutError: As
+                for `get`.
 
         Cancellation: Safe; nothing is left behind.
 
@@ -150,7 +152,7 @@ class DirectGet:
             ValueError: `when` is not timezone-aware, or `min_seq` is out of range.
             TypeError: `when` is not a datetime.
             BadSubjectError: `subject` is not a valid subject or filter.
-            NotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
+            MessageNotFoundError, nats.js.errors.NotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
             UnsupportedFeatureError: The server is older than 2.11.
 
         Cancellation: Safe; nothing is left behind.
@@ -188,6 +190,8 @@ class DirectGet:
             if (when := request.start_time) is not None:  # servers before 2.12 find a time wrongly
                 subject = request.next_by_subj or ">"
                 seq = await first_since(self._js, state, when, left, subject=subject)
+                if seq > state.last_seq:
+                    raise not_found(self._stream, request)
                 request = Request(seq=seq, next_by_subj=subject)
             at_leader = await get_at_leader(self._js, self._stream, request.body(), left)
         except NotPermittedError:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import nats.errors
 from nats.aio.client import Client
 from nats.js.api import DEFAULT_PREFIX
-from nats.js.errors import APIError, NotFoundError
+from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import (
@@ -211,7 +211,6 @@ async def _read_blocks(
         timeout,
         pause=LAG_PAUSE,
         allowed=allowed or (state is not None and bool(state.config.get("allow_direct"))),
-        session=connection.session,
         server_version=connection.server_version,
     )
     api = f"{context.prefix}.DIRECT.GET.{stream}"
@@ -227,6 +226,7 @@ async def _read_blocks(
                 read.handle_timer(loop.time())
             case machine.SendRequest(sent, until):
                 left = max(0.001, until - loop.time())
+                read.session = connection.session
                 try:
                     await inboxes.send(sent, api, partial(receive, sent), left)
                 except nats.errors.ConnectionReconnectingError as error:
@@ -242,7 +242,7 @@ async def _read_blocks(
                 read.leader_answered(*await Retry(timeout).call(asking), loop.time())
             case machine.AwaitConnection():
                 await connection.wait_usable(timeout)
-                read.connected(connection.session)
+                read.connected()
 
     try:
         while True:
@@ -295,8 +295,11 @@ async def _pinned(
             found = state or await stream_state(Api(context, timeout, optional=not (confirm or min_seq)), stream)
             when, subject = plan.start_time, plan.subject or ">"
             if found.api_level:  # 2.11; before that there are no batches
-                plan.start_at(await first_since(context, found, when, timeout, subject=subject))
-        except NotPermittedError:
+                seq = await first_since(context, found, when, timeout, subject=subject)
+                plan.start_at(seq)
+                if seq > found.last_seq:  # what is stored from now on may be older than that time
+                    plan.end_at(found.last_seq)
+        except (NotPermittedError, ServiceUnavailableError):
             if confirm or min_seq is not None:
                 raise
     if isinstance(plan, RangePlan) and (confirm or min_seq is not None):

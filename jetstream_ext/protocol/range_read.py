@@ -71,7 +71,7 @@ ERR: Final = None
 TABLE: Final[dict[Input, tuple[State | tuple[State, State] | None, ...]]] = {
     #                     READING             ASKING           PAUSED    RESUMING  ENDED
     Input.COMPLETE:      (ENDED,              ENDED,           ERR,      ERR,      ERR),
-    Input.UNPROVED:      (ASKING,             ASKING,          ERR,      ERR,      ERR),
+    Input.UNPROVED:      (ASKING,             (ASKING, ENDED), ERR,      ERR,      ERR),
     Input.LEARNED:       (ERR,                READING,         ERR,      ERR,      ERR),
     Input.BEHIND:        ((PAUSED, ENDED),    (PAUSED, ENDED), ERR,      ERR,      ERR),
     Input.MIRROR:        ((PAUSED, ENDED),    ERR,             ERR,      ERR,      ERR),
@@ -85,7 +85,7 @@ TABLE: Final[dict[Input, tuple[State | tuple[State, State] | None, ...]]] = {
 """Where an input leads; with ``ERR`` it raises RuntimeError.
 
 Of a pair, the second is for a read that gives up: the second INTERRUPTED at one place, unless the read can ask for less;
-BEHIND, MIRROR, NO_RESPONDER and a request that cannot be sent after `timeout` seconds without a new row; NO_RESPONDER
+BEHIND, MIRROR, NO_RESPONDER, another question to the leader and a request that cannot be sent after `timeout` seconds without a new row; NO_RESPONDER
 before any answer.
 """
 
@@ -324,7 +324,6 @@ class RangeRead:
         pause: Seconds, at most, between two requests while responders lag or do not answer, and to wait for the end of a
             reply whose messages have all arrived.
         allowed: The stream is known to allow direct gets, so that a first answer without a responder ends nothing.
-        session: Counts the connections of the client.
         server_version: The connected server's version, for errors.
     """
 
@@ -336,7 +335,6 @@ class RangeRead:
         *,
         pause: float,
         allowed: bool = False,
-        session: int = 0,
         server_version: str = "",
     ) -> None:
         self.state: State = READING
@@ -348,7 +346,8 @@ class RangeRead:
         self._pause = pause
         self.allowed: bool = allowed  # or a responder has answered
         self._flight = _Flight(stream, plan, timeout, pause, server_version)
-        self._session = session
+        self.session: int = 0
+        """Counts the connections of the client; set when a request is sent."""
         self._most = plan.link.most  # as of the last loss
         self._rows: Block | None = None
         self._timer: float | None = None
@@ -403,9 +402,7 @@ class RangeRead:
         reply = self._flight[sent]
         reply.lost, reply.unsent, reply.error = True, True, error
 
-    def connected(self, session: int | None = None) -> None:
-        """Note that the connection is usable, in another session if none is given."""
-        self._session = self._session + 1 if session is None else session
+    def connected(self) -> None:
         self._happen(Input.CONNECTED)
 
     def failed(self, error: Exception) -> None:
@@ -431,7 +428,9 @@ class RangeRead:
         if plan.behind:
             self._behind(now)
         elif plan.question is not None:
-            self._happen(Input.UNPROVED)
+            text = f"{self._source}: the leader has too many messages in a row that no request can name"
+            late = RequestTimeoutError(f"{text} (asked for {self._timeout:.4g} s)")
+            self._happen(Input.UNPROVED, late, give_up=self._patience_ends(now))
         elif plan.done:
             self._happen(Input.COMPLETE, why="the leader has nothing else")
         else:
@@ -496,7 +495,7 @@ class RangeRead:
         """Ask for the rest once more, or give up; a request that was not sent is not yet repeated."""
         # A server that holds too much for a connection closes it, so another request for as much would cost it again.
         if reply.error is None:
-            self._plan.link.lost(self._flight.asked, now, self._session)
+            self._plan.link.lost(self._flight.asked, now, self.session)
         less, self._most = self._plan.link.most != self._most, self._plan.link.most
         text = (
             f"stream {self._stream!r}: the connection was lost twice before the direct get was answered completely; repeat the "

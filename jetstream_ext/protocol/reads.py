@@ -256,6 +256,8 @@ class RangePlan(Plan):
     def start_at(self, seq: int) -> None:
         """Start with a sequence, and not with a time."""
         self.position, self.start_time, self._origin = seq - 1, None, (seq - 1, None)
+        if self.up_to_seq is not None:
+            self.end_at(self.up_to_seq)
 
     def end_at(self, seq: int) -> None:
         """End the range with a sequence."""
@@ -554,8 +556,8 @@ class MultiLast(Plan):
             self._step = _Step.PAGE  # of fewer subjects
 
     def _end(self) -> None:
-        lacking = (self._counted or 0) - self._rows
-        if lacking > 0 and not self._pending and self._rows != self._request.batch:
+        lacking = (self._counted or 0) - self._rows - self._pending
+        if lacking > 0:
             raise HistoryUnavailableError(
                 f"stream {self._responder!r}: {counted(lacking, 'subject')} of a multi_last in several pages changed meanwhile, and "
                 "their older messages are no longer stored; repeat it with a larger max_bytes, or with fewer subjects"

@@ -227,9 +227,12 @@ async def test_a_range_that_begins_in_a_distant_future_is_empty(js: JetStreamCon
         with named(when=when):
             assert await seqs(direct.scan(start_time=when, up_to_time=FAR)) == []
             assert await seqs(direct.scan(start_time=when)) == []
+            for options in ({"up_to_seq": 2}, {"min_seq": 3}, {"up_to_seq": 2, "min_seq": 3}, {"confirm": True}):
+                assert await seqs(direct.scan(start_time=when, **options)) == []
             assert await seqs(direct.batch(9, start_time=when)) == []
-            with pytest.raises(errors.MessageNotFoundError):
-                await direct.get_at(when)
+            for min_seq in (None, 3):
+                with pytest.raises(errors.MessageNotFoundError):
+                    await direct.get_at(when, min_seq=min_seq)
 
 
 async def test_the_zone_of_the_time_does_not_matter(js: JetStreamContext, make: Make) -> None:

@@ -181,6 +181,7 @@ class World:
                 self.machine.leader_answered(found, last, self.now)
             case AwaitConnection():
                 self.machine.connected()
+                self.machine.session += 1
             case Wait(until):
                 coming = next((sent for sent, frames in self._replies.items() if frames), None)
                 if coming is None or self.machine.state.value != "reading":

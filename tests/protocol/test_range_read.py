@@ -118,6 +118,7 @@ class Script:
     def reconnect(self) -> None:
         assert isinstance(self.act(), AwaitConnection)
         self.machine.connected()
+        self.machine.session += 1
 
     def lose(self, closed: Exception | None = None) -> None:
         """Lose the connection during the reply, and get it back if the read needs it."""
@@ -125,6 +126,7 @@ class Script:
         self.machine.disconnected(closed)
         if isinstance(self.act(), AwaitConnection):
             self.machine.connected()
+            self.machine.session += 1
 
     def pause(self) -> None:
         """Let the pause pass."""
@@ -395,6 +397,7 @@ class TestConnection:
                 script.now += TIMEOUT / 4
             elif isinstance(action, AwaitConnection):
                 script.machine.connected()
+                script.machine.session += 1
         assert failure(action) is error
         assert TIMEOUT <= script.now <= 1.5 * TIMEOUT
 
@@ -695,6 +698,7 @@ class World:
                     self.machine.leader_answered(stored(self.cluster.next(first, self.matches)), 0, self.now)
                 case AwaitConnection():
                     self.machine.connected()
+                    self.machine.session += 1
                 case Deliver(block):
                     assert len(block) == len(block.bodies) == len(block.header_sizes) > 0
                     assert not self.proved or block.stream == "S", "a message of a mirror"
