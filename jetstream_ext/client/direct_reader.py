@@ -294,7 +294,7 @@ async def _pinned(
         try:
             found = state or await stream_state(Api(context, timeout, optional=not (confirm or min_seq)), stream)
             when, subject = plan.start_time, plan.subject or ">"
-            if found.api_level:  # 2.11; before that there are no batches
+            if found.api_level and found.config.get("allow_direct"):  # otherwise the request says what is wrong
                 seq = await first_since(context, found, when, timeout, subject=subject)
                 plan.start_at(seq)
                 if seq > found.last_seq:  # what is stored from now on may be older than that time
