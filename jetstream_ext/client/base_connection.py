@@ -106,8 +106,8 @@ class InboxSubscription:
     """A subscription to `filter` that delivers to an `InboxHandler` until `close`, after which `handler` is None."""
 
     def __init__(self, connection: BaseConnection, subject: str, tail: str, handler: InboxHandler) -> None:
-        self.subject = subject or connection.nc.new_inbox()
-        self.filter = self.subject + tail
+        self.subject: str = subject or connection.nc.new_inbox()
+        self.filter: str = self.subject + tail
         self.handler: InboxHandler | None = handler
         self.subscription: Subscription | None = None
         self.sid = 0  # `Connection` needs it

@@ -294,7 +294,7 @@ class RangePlan(Plan):
             self._prove_to = 0
             self._finish_early(EndOfBatch(0, self._last_seq, found=self._last_seq > 0))
         elif found is not None:
-            self.behind = f"message {found.seq}"
+            self.behind: str = f"message {found.seq}"
             self._reopen()
 
     def _reopen(self) -> None:
@@ -585,7 +585,7 @@ class MultiLast(Plan):
             self._pending = 0
             self._end()
         else:
-            self.behind = f"message {found.seq}" if found.seq == self._witness[0] else ""
+            self.behind: str = f"message {found.seq}" if found.seq == self._witness[0] else ""
             self._witness = found.seq, found.subject
             first, self._page = self._page, Block()
             if first.seqs and found.seq == self.point:
