@@ -418,7 +418,10 @@ class ReplyDecoder:
         return self._stream
 
     def feed(self, frames: list[Frame]) -> Block:
-        """Decode more of the reply, and keep of the list what belongs to its messages; raise what `status_error` returns, UnsupportedFeatureError, or ResponseError."""
+        """Decode more of the reply, and keep of the list what belongs to its messages.
+
+        Raises what `status_error` returns, UnsupportedFeatureError, or ResponseError.
+        """
         raws: list[bytes] = []
         prev, stream_line = self._prev, self._stream_line
         for _, body, size in frames:
@@ -470,7 +473,7 @@ class ReplyDecoder:
         until = "" if got is None else f" and up to {got}"
         return MessagesLostError(
             f"stream {self._asked!r}: messages after sequence {expected}{until} were lost in transit (a slow consumer or a "
-            f"lost connection); repeat the read, or continue it after {expected}",
+            f"lost connection); repeat the read with a smaller max_bytes, or continue it after {expected}",
             expected=expected,
             got=got,
         )

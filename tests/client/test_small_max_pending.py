@@ -21,7 +21,7 @@ MAX_PENDING = (400_000, 1_000_000, 4_000_000)
 COUNTS = {1_000: 24_000, 60_000: 400, 300_000: 80}
 SUBJECTS = 40
 # The read that finds out what the server can take may lose the connection so many times.
-LOSSES = 2
+LOSSES = 3
 
 
 def config(max_pending: int) -> str:
