@@ -306,7 +306,7 @@ class BaseConnection(ABC):
         Raises:
             NotPermittedError: The server has refused the request: it was not carried out. Or it has refused the subscription
                 to the reply, as the text says.
-            NoRespondersError: nats-py's: nobody is subscribed to the subject.
+            NoRespondersError: nats-py's: no server or client is subscribed to the subject.
             RequestTimeoutError: There was no reply in time.
             ConnectionReconnectingError: nats-py's: the connection was lost after the request was sent.
             ConnectionClosedError, ConnectionDrainingError: nats-py's: no reply can come any more.

@@ -153,7 +153,7 @@ async def ensure_stream(
     """
     wanted = _wanted(config, name, options)
     check_unicode(wanted.as_dict(), f"the configuration of stream {wanted.name!r}")
-    _canonical("", wanted.as_dict())  # raises ValueError for an opt_start_time that is none
+    _canonical("", wanted.as_dict())  # raises ValueError if opt_start_time is not a time
     api = Api(Context(js), timeout)
     wanted = _without_own_domain(wanted, api.context)
     info = None
