@@ -29,6 +29,7 @@ from nats.js import JetStreamContext
 sys.path.insert(0, str(Path(__file__).parent))
 
 import leftovers
+from clients import close, quiet
 
 from jetstream_ext.client import connection
 from jetstream_ext.client.base_connection import FallbackConnection
@@ -395,14 +396,11 @@ def cluster() -> Iterator[NatsCluster]:
 async def cluster_nc(cluster: NatsCluster) -> AsyncIterator[Client]:
     """A connection to the cluster that reconnects indefinitely."""
 
-    async def quiet(error: Exception) -> None:
-        pass
-
     nc = await nats.connect(
         cluster.urls, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10
     )
     yield nc
-    await nc.close()
+    await close(nc)
 
 
 WaitForInterest = Callable[[JetStreamContext, str], Awaitable[None]]

@@ -9,6 +9,7 @@ from typing import Any
 
 import nats
 import pytest
+from clients import close, quiet
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -113,20 +114,15 @@ async def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 async def own_nc(own_server: NatsServer) -> AsyncIterator[Client]:
     """A connection to `own_server` that reconnects quickly."""
 
-    async def quiet(error: Exception) -> None:
-        pass
-
     nc = await nats.connect(
         own_server.url, connect_timeout=10, reconnect_time_wait=0.02, max_reconnect_attempts=-1, error_cb=quiet
     )
     try:
         yield nc
     finally:
-        if own_server.running:
-            await nc.close()
-        else:
+        if not own_server.running:
             nc._transport and nc._transport.close()  # type: ignore[union-attr]
-            await nc.close()
+        await close(nc)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from typing import Any
 
 import nats
 import pytest
+from clients import quiet
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -74,8 +75,6 @@ async def seqs(batch: jsx.MessageBatch) -> list[int]:
 
 
 async def connect(server: NatsServer, user: str, **options: Any) -> Client:
-    async def quiet(error: Exception) -> None:
-        pass
 
     return await nats.connect(server.url, user=user, password="p", error_cb=quiet, connect_timeout=10, **options)
 

@@ -11,6 +11,7 @@ import nats
 import nats.errors
 import pytest
 from client_cells import each
+from clients import connected, quiet
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -237,10 +238,6 @@ class TestMalformedReplies:
             await direct.scan(batch=2, prefetch=1).to_list()
 
 
-async def quiet(error: Exception) -> None:
-    pass
-
-
 @each("max_bytes", [100_000, 8 << 20])
 async def test_a_connection_cut_for_slow_reading_skips_no_message(max_bytes: int) -> None:
     """A server may cut the connection if a reply is larger than its ``max_pending`` for a client."""
@@ -284,7 +281,7 @@ async def test_a_connection_closed_in_mid_read_ends_it(fake: Responder, server: 
 
 
 async def test_a_connection_that_stays_away_is_a_timeout_that_names_the_whole_timeout(own_server: NatsServer) -> None:
-    async with await nats.connect(own_server.url, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10) as nc:
+    async with connected(own_server.url) as nc:
         own_server.kill()
         while nc.is_connected:
             await asyncio.sleep(0.01)

@@ -12,6 +12,7 @@ import nats
 import nats.errors
 import pytest
 from client_cells import each
+from clients import quiet
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -98,8 +99,6 @@ async def test_a_removed_record_is_an_error_until_the_next_read(js: JetStreamCon
 
 @asynccontextmanager
 async def faulty(faults: Faults) -> AsyncIterator[JetStreamContext]:
-    async def quiet(error: Exception) -> None:
-        pass
 
     async with (
         ReferenceServer(faults=faults) as server,

@@ -12,6 +12,7 @@ import nats.errors
 import nats.js.errors
 import pytest
 from client_cells import each
+from clients import quiet
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -343,10 +344,8 @@ class TestPermissions:
     @staticmethod
     @asynccontextmanager
     async def connected(server: NatsServer, user: str, timeout: float) -> AsyncIterator[JetStreamContext]:
-        async def ignore(error: Exception) -> None:
-            pass
 
-        options = {"user": user, "password": "p", "error_cb": ignore, "connect_timeout": 10}
+        options = {"user": user, "password": "p", "error_cb": quiet, "connect_timeout": 10}
         async with await nats.connect(server.url, **options) as nc:
             yield nc.jetstream(timeout=timeout)
 

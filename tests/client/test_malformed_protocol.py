@@ -8,6 +8,7 @@ import nats
 import nats.errors
 import pytest
 from client_cells import each
+from clients import quiet
 from nats.aio.client import Client
 
 import jetstream_ext as jsx
@@ -49,9 +50,6 @@ async def connect() -> AsyncIterator[Connect]:
 
         listeners.append(await asyncio.start_server(serve, "127.0.0.1", 0))
         port = listeners[-1].sockets[0].getsockname()[1]
-
-        async def quiet(error: Exception) -> None:
-            pass
 
         opened.append(await nats.connect(f"nats://127.0.0.1:{port}", allow_reconnect=False, error_cb=quiet))
         return opened[-1]

@@ -10,6 +10,7 @@ import nats
 import nats.js.errors
 import pytest
 from client_cells import each
+from clients import quiet
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -122,9 +123,6 @@ async def disabled(js: JetStreamContext, stream_name: Callable[[], str]) -> str:
 @pytest.fixture
 async def reader_js(server: NatsServer) -> AsyncIterator[JetStreamContext]:
     """A context of a client that may only ask for direct gets."""
-
-    async def quiet(error: Exception) -> None:
-        pass
 
     async with await nats.connect(server.url, user="reader", password="p", error_cb=quiet, connect_timeout=10) as nc:
         yield nc.jetstream(timeout=SECONDS)

@@ -1,12 +1,13 @@
 """Requests to the JetStream API on a connection that is lost and comes back."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-import nats
-import nats.errors
 import pytest
 from client_cells import each
+from clients import connected
 from nats.aio.client import Client
 from test_fallback import with_unknown_internals
 
@@ -19,16 +20,17 @@ KINDS = [False, True]  # also with a nats-py whose internals are not known
 pytestmark = pytest.mark.filterwarnings("ignore:jetstream_ext does not know the internals:RuntimeWarning")
 
 
-async def connect(server: NatsServer, *, fallback: bool) -> Client:
-    nc = await nats.connect(server.url, connect_timeout=10, reconnect_time_wait=0.01, max_reconnect_attempts=-1)
-    return with_unknown_internals(nc) if fallback else nc
+@asynccontextmanager
+async def connect(server: NatsServer, *, fallback: bool) -> AsyncIterator[Client]:
+    async with connected(server.url, reconnect_time_wait=0.01) as nc:
+        yield with_unknown_internals(nc) if fallback else nc
 
 
 @each("fallback", KINDS)
 async def test_a_request_that_changes_something_ends_when_the_connection_is_lost(
     own_server: NatsServer, fallback: bool
 ) -> None:
-    async with await connect(own_server, fallback=fallback) as nc:
+    async with connect(own_server, fallback=fallback) as nc:
         js = nc.jetstream(timeout=60)
         await jsx.ensure_stream(js, name="S", subjects=["s.>"])
         await js.add_consumer("S", durable_name="C")
@@ -44,7 +46,7 @@ async def test_a_request_that_changes_something_ends_when_the_connection_is_lost
 
 @each("fallback", KINDS)
 async def test_a_request_that_changes_nothing_is_sent_again(own_server: NatsServer, fallback: bool) -> None:
-    async with await connect(own_server, fallback=fallback) as nc:
+    async with connect(own_server, fallback=fallback) as nc:
         js = nc.jetstream(timeout=60)
         await jsx.ensure_stream(js, name="S", subjects=["s.>"])
         own_server.pause()
@@ -57,7 +59,7 @@ async def test_a_request_that_changes_nothing_is_sent_again(own_server: NatsServ
 
 @each("fallback", KINDS)
 async def test_a_request_waits_for_the_connection(own_server: NatsServer, fallback: bool) -> None:
-    async with await connect(own_server, fallback=fallback) as nc:
+    async with connect(own_server, fallback=fallback) as nc:
         js = nc.jetstream(timeout=60)
         own_server.kill()
         while nc.is_connected:
@@ -70,7 +72,7 @@ async def test_a_request_waits_for_the_connection(own_server: NatsServer, fallba
 
 
 async def test_a_cancelled_request_leaves_nothing_behind(own_server: NatsServer, has_only: Any) -> None:
-    async with await connect(own_server, fallback=False) as nc:
+    async with connect(own_server, fallback=False) as nc:
         held: set[Any] = {*nc._subs}
         own_server.pause()
         for ticks in range(6):

@@ -9,6 +9,7 @@ from typing import Any
 import nats
 import pytest
 from client_cells import each, named
+from clients import close, quiet
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -86,8 +87,6 @@ class Losses:
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[tuple[JetStreamContext, Losses]]:
-    async def quiet(error: Exception) -> None:
-        pass
 
     losses = Losses()
     nc = await nats.connect(
@@ -103,7 +102,7 @@ async def connected(url: str) -> AsyncIterator[tuple[JetStreamContext, Losses]]:
         assert not nc.is_closed
     finally:
         nc._disconnected_cb = None
-        await nc.close()
+        await close(nc)
 
 
 Read = Callable[[JetStreamContext, str, int], Awaitable[list[jsx.StoredMsg]]]

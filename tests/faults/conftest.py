@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 import nats
 import nats.errors
 import pytest
+from clients import close, quiet
 from nats.aio.client import Client
 
 import jetstream_ext as jsx
@@ -42,9 +43,6 @@ async def connect() -> AsyncIterator[Connect]:
     """A factory of connections that reconnect indefinitely."""
     made: list[Client] = []
 
-    async def quiet(error: Exception) -> None:
-        pass
-
     async def connect(url: str | list[str]) -> Client:
         nc = await nats.connect(
             url, connect_timeout=10, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet
@@ -54,7 +52,7 @@ async def connect() -> AsyncIterator[Connect]:
 
     yield connect
     for nc in made:
-        await nc.close()
+        await close(nc)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
+from clients import quiet
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -31,8 +32,6 @@ STREAMS = 9
 
 
 async def connect(servers: list[NatsServer]) -> Client:
-    async def quiet(error: Exception) -> None:
-        pass
 
     return await nats.connect(
         [server.url for server in servers],

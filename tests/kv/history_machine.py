@@ -23,6 +23,7 @@ from unittest import mock
 import nats
 import nats.errors
 import nats.js.errors
+from clients import quiet
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from nats.aio.client import Client
@@ -1154,8 +1155,6 @@ def aborted_sockets() -> Iterator[None]:
 
 
 async def connect(url: str) -> Client:
-    async def quiet(error: Exception) -> None:
-        pass
 
     return await nats.connect(
         url, connect_timeout=10, reconnect_time_wait=0.02, max_reconnect_attempts=-1, error_cb=quiet

@@ -9,11 +9,11 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import nats
+from clients import connected
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
@@ -28,21 +28,6 @@ NAMES = [f"account.{n}" for n in range(ACCOUNTS)]
 TIMEOUT = 2.0
 
 Trouble = Callable[[JetStreamContext, float], Awaitable[int]]
-
-
-async def ignore(_: Exception) -> None:
-    """Ignore the errors that nats-py reports about a killed server."""
-
-
-@asynccontextmanager
-async def connected(urls: list[str]) -> AsyncIterator[Client]:
-    nc = await nats.connect(
-        urls, max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=ignore, connect_timeout=10
-    )
-    try:
-        yield nc
-    finally:
-        await nc.close()
 
 
 async def bucket_of(nc: Client) -> KeyValue:

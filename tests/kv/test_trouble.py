@@ -10,6 +10,7 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
+from clients import quiet
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
@@ -31,10 +32,6 @@ TROUBLE = (
 )
 KEYS = {f"k.{n}": b"%d" % n for n in range(10_000)}
 READS: list[Read] = [kvx.snapshot, lambda kv: kvx.get_many(kv, KEYS)]
-
-
-async def quiet(error: Exception) -> None:
-    pass
 
 
 async def test_read_during_a_restart_is_complete_or_an_error() -> None:

@@ -11,6 +11,7 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
+from clients import quiet
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import StreamSource
@@ -85,10 +86,6 @@ async def wait_for_new_leader(cluster: NatsCluster, victim: NatsServer, name: st
                 await asyncio.sleep(0.1)
     finally:
         await nc.close()
-
-
-async def quiet(error: Exception) -> None:
-    pass
 
 
 async def restart(cluster: NatsCluster, server: NatsServer) -> None:

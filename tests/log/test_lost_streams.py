@@ -12,6 +12,7 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
+from clients import quiet
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
@@ -26,10 +27,6 @@ from jetstream_ext.testing import NatsCluster, NatsServer
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
-
-
-async def quiet(error: Exception) -> None:
-    pass
 
 
 async def seqs(reading: Awaitable[list[Any]]) -> list[int]:

@@ -11,6 +11,7 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
+from clients import quiet
 from nats.js import JetStreamContext
 
 from jetstream_ext import DirectGet, errors
@@ -31,8 +32,6 @@ def server() -> Any:
 
 @pytest.fixture
 async def js(server: NatsServer) -> AsyncIterator[JetStreamContext]:
-    async def quiet(error: Exception) -> None:
-        pass
 
     nc = await nats.connect(
         server.url, error_cb=quiet, connect_timeout=10, max_reconnect_attempts=-1, reconnect_time_wait=0.05

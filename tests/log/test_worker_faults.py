@@ -11,6 +11,7 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
+from clients import quiet
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -248,8 +249,6 @@ async def test_an_unexplained_refusal_raises_after_patience(
 
 @pytest.fixture
 async def reconnecting_nc(own_server: NatsServer) -> Any:
-    async def quiet(error: Exception) -> None:
-        pass
 
     nc = await nats.connect(
         own_server.url, connect_timeout=10, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet

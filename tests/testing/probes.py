@@ -3,25 +3,13 @@
 import contextlib
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-import nats
 import pytest
-from nats.aio.client import Client
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs prctl(PR_SET_PDEATHSIG) or /proc")
 on_posix = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals or fork")
-
-
-@contextlib.asynccontextmanager
-async def connected(url: str | list[str], **options: Any) -> AsyncIterator[Client]:
-    nc = await nats.connect(url, connect_timeout=10, reconnect_time_wait=0.05, max_reconnect_attempts=-1, **options)
-    try:
-        yield nc
-    finally:
-        await nc.close()
 
 
 @contextlib.contextmanager

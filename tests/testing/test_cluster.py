@@ -15,7 +15,8 @@ from jetstream_ext.testing import cluster as module
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from probes import connected, refused
+from clients import connected
+from probes import refused
 
 
 def test_cluster_elects_a_leader(cluster: NatsCluster) -> None:

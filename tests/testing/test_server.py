@@ -14,7 +14,8 @@ from jetstream_ext.testing import NatsServer, NatsServerStartError, process
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from probes import connected, on_posix, refused
+from clients import connected
+from probes import on_posix, refused
 
 # Starting and stopping
 

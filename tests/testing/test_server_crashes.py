@@ -11,7 +11,8 @@ from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from probes import answers, connected, dialled, on_linux, on_posix, refused
+from clients import connected
+from probes import answers, dialled, on_linux, on_posix, refused
 
 
 async def test_kill_and_restart_keep_port_and_data(own_server: NatsServer) -> None:
