@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Self, TypeVar
 from weakref import WeakKeyDictionary
@@ -131,6 +131,19 @@ def link_of(connection: BaseConnection) -> Link:
     return link
 
 
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """What a read proves; see `read_blocks`."""
+
+    confirm: bool = False
+    min_seq: int | None = None
+    same_stream: bool = False
+
+    @property
+    def wanted(self) -> bool:
+        return self.confirm or self.min_seq is not None
+
+
 def read_blocks(
     context: Context,
     stream: str,
@@ -157,7 +170,7 @@ def read_blocks(
         allowed: The stream is known to allow direct gets.
         consumer: The name that an observer is told; see `telemetry.Observer.begin`.
     """
-    blocks = _read_blocks(context, stream, plan, timeout, confirm, min_seq, same_stream, allowed)
+    blocks = _read_blocks(context, stream, plan, timeout, _Proof(confirm, min_seq, same_stream), allowed)
     observer = telemetry.observer
     return blocks if observer is None else _observed(observer, context, stream, consumer, blocks)
 
@@ -197,13 +210,11 @@ async def _read_blocks(
     stream: str,
     plan: Plan,
     timeout: float,
-    confirm: bool = False,
-    min_seq: int | None = None,
-    same_stream: bool = False,
+    proof: _Proof = _Proof(),
     allowed: bool = False,
 ) -> AsyncGenerator[Block, None]:
     loop, connection = asyncio.get_running_loop(), context.connection
-    state = await _pinned(context, stream, plan, timeout, confirm, min_seq, same_stream)
+    state = await _pinned(context, stream, plan, timeout, proof)
     plan.link = link_of(connection)
     read = machine.RangeRead(
         stream,
@@ -262,37 +273,29 @@ async def _read_blocks(
     finally:
         read.closed()
         inboxes.close_all()
-    if same_stream and state is not None:
+    if proof.same_stream and state is not None:
         await check_same_stream(context, state, timeout=timeout)
 
 
-async def _pinned(
-    context: Context,
-    stream: str,
-    plan: Plan,
-    timeout: float,
-    confirm: bool,
-    min_seq: int | None,
-    same_stream: bool,
-) -> StreamState | None:
+async def _pinned(context: Context, stream: str, plan: Plan, timeout: float, proof: _Proof) -> StreamState | None:
     """Ask the leader what a plan has to prove, and at which point in time; return the stream's state if it was asked."""
     up_to = plan.up_to_seq if isinstance(plan, RangePlan) else None
     state: StreamState | None = None
-    if min_seq is not None:
-        state = await wait_for_sequence(context, stream, min_seq, timeout, up_to=up_to)
-    elif confirm and (up_to is None or same_stream):
+    if proof.min_seq is not None:
+        state = await wait_for_sequence(context, stream, proof.min_seq, timeout, up_to=up_to)
+    elif proof.confirm and (up_to is None or proof.same_stream):
         try:
             state = await stream_state(Api(context, timeout, optional=up_to is not None), stream)
         except NotPermittedError:
             if up_to is None:
                 raise
     if isinstance(plan, MultiLast) and plan.up_to_time is not None:
-        if min_seq is not None or not _finds_times(context):  # with `min_seq`, because a responder may lag
+        if proof.wanted or not _finds_times(context):  # with `min_seq`, because a responder may lag
             state = state or await stream_state(context, stream, timeout)
             plan.pin(await first_since(context, state, plan.up_to_time, timeout) - 1)
     elif isinstance(plan, RangePlan) and plan.start_time is not None and not _finds_times(context):
         try:
-            found = state or await stream_state(Api(context, timeout, optional=not (confirm or min_seq)), stream)
+            found = state or await stream_state(Api(context, timeout, optional=not proof.wanted), stream)
             when, subject = plan.start_time, plan.subject or ">"
             if found.api_level and found.config.get("allow_direct"):  # otherwise the request says what is wrong
                 seq = await first_since(context, found, when, timeout, subject=subject)
@@ -300,13 +303,13 @@ async def _pinned(
                 if seq > found.last_seq:  # what is stored from now on may be older than that time
                     plan.end_at(found.last_seq)
         except (NotPermittedError, ServiceUnavailableError):
-            if confirm or min_seq is not None:
+            if proof.wanted:
                 raise
-    if isinstance(plan, RangePlan) and (confirm or min_seq is not None):
-        if confirm and state is not None:
+    if isinstance(plan, RangePlan) and proof.wanted:
+        if proof.confirm and state is not None:
             state.check_sequences(up_to)
             plan.end_at(state.last_seq if up_to is None else up_to)
-        prove_to = plan.up_to_seq if confirm else min_seq
+        prove_to = plan.up_to_seq if proof.confirm else proof.min_seq
         assert prove_to is not None
         plan.prove(prove_to)
     return state
