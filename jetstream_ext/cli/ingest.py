@@ -403,10 +403,8 @@ class _Ingest:
         lacks = [option for option in needs if not state.config.get(STREAM_OPTIONS[option])]
         if create or not lacks:
             return state
-        if "batched" in lacks and not FAST_INGEST.at(state.api_level):
-            raise FAST_INGEST.unsupported(
-                server_version=state.server_version, api_level=state.api_level, detail="nothing was sent"
-            )
+        if "batched" in lacks:
+            FAST_INGEST.check(state.api_level, state.server_version, "nothing was sent")
         text = f"stream {self.stream!r} does not allow {' and '.join(_NEEDS[option] for option in lacks)}"
         fix = f"'{enable_command(self.stream, *lacks)}' enables {'it' if len(lacks) == 1 else 'them'}"
         if lacks == ["direct"] and not state.messages:  # there is nothing to look for yet

@@ -219,12 +219,8 @@ async def create_source_consumer(
     try:
         await api.ask(subject, {"stream_name": stream, "config": body, "action": "create"})
     except ServerError as refusal:
-        # Servers that lack this ack policy answer with INVALID_JSON.
-        if refusal.err_code == ErrorCode.INVALID_JSON and not DURABLE_SOURCE.at(level := await api.level()):
-            version = context.connection.server_version
-            raise DURABLE_SOURCE.unsupported(
-                server_version=version, api_level=level, detail="nothing was created"
-            ) from refusal
+        if refusal.err_code == ErrorCode.INVALID_JSON:  # the answer of servers that lack this ack policy
+            DURABLE_SOURCE.check(await api.level(), context.connection.server_version, "nothing was created")
         if refusal.err_code in _ADVICE:
             text = f"{refusal.message}; {_ADVICE[refusal.err_code]}"
             raise ServerError(text, code=refusal.code, err_code=refusal.err_code) from refusal

@@ -653,10 +653,7 @@ class FastSession:
         context, connection, batch = self._context, self._context.connection, self.batch
         connection.check_usable()
         server = await find_server(context, first.subject, first.stream, max(0.0, deadline - self.now()), FAST_INGEST)
-        if not FAST_INGEST.at(server.api_level):
-            raise FAST_INGEST.unsupported(
-                server_version=server.version, api_level=server.api_level, detail="nothing was sent"
-            )
+        FAST_INGEST.check(server.api_level, server.version, "nothing was sent")
         stream = server.stream
         if stream is not None:
             if self.one_stream is not None and self.one_stream.name != stream.name:

@@ -57,11 +57,8 @@ class Plan:
     async def prepare(self, output: tuple[str, str] | None) -> Settings:
         """Return the settings of the group, which this object agrees with; create the group if it does not exist."""
         state = await self.stream_state()
-        if not MSG_TTL.at(state.api_level):
-            version = state.server_version or self.store.context.connection.server_version
-            raise MSG_TTL.unsupported(
-                server_version=version, api_level=state.api_level, detail="a group needs it for the keys of its members"
-            )
+        version = state.server_version or self.store.context.connection.server_version
+        MSG_TTL.check(state.api_level, version, "a group needs it for the keys of its members")
         self._check_partitions(state)
         self._check_excluded()
         await self.store.open(replicas=int(state.config.get("num_replicas") or 1))

@@ -34,8 +34,7 @@ def check_output_stream(state: StreamState, subject: str, server_version: str, *
     """Raise an error unless a stream can hold the outputs and, on `subject`, the position of a worker."""
     config = state.config
     version = state.server_version or server_version
-    if not ATOMIC.at(state.api_level):
-        raise ATOMIC.unsupported(server_version=version, api_level=state.api_level, detail="nothing was stored")
+    ATOMIC.check(state.api_level, version, "nothing was stored")
     FENCED_BATCHES.check(version, "nothing was stored")
     state.check_sequences()
     diff: dict[str, tuple[Any, Any]] = {}

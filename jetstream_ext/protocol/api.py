@@ -333,10 +333,7 @@ class StreamState:
         if not self.allows_direct:
             how = how or advice.enable_stream(self.name, "direct")
             raise DirectGetDisabledError(f"stream {self.name!r}: direct get is disabled; {how}", stream=self.name)
-        if not DIRECT_BATCH.at(self.api_level):
-            raise DIRECT_BATCH.unsupported(
-                server_version=self.server_version or server_version, api_level=self.api_level
-            )
+        DIRECT_BATCH.check(self.api_level, self.server_version or server_version)
         self.check_sequences()
 
 

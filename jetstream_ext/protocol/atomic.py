@@ -165,10 +165,7 @@ class AtomicBatchMachine:
         not check what `first` expects.
         """
         self.check_open()
-        if not ATOMIC.at(server.api_level):
-            raise ATOMIC.unsupported(
-                server_version=server.version, api_level=server.api_level, detail="nothing was sent"
-            )
+        ATOMIC.check(server.api_level, server.version, "nothing was sent")
         self._check_server(first, server.version)
         self.server = server
         stream = server.stream

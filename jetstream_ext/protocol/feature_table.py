@@ -12,7 +12,9 @@ from typing import Final
 from jetstream_ext.errors import UnsupportedFeatureError
 from jetstream_ext.protocol.numbers import parse_number
 
-RELEASES: Final = ("2.10", "2.11", "2.12", "2.14", "2.15")  # those that are tested, oldest first; there was no 2.13
+RELEASES: Final = {"2.10": 0, "2.11": 1, "2.12": 2, "2.14": 4, "2.15": 5}
+"""The lines of servers that are tested, oldest first (there was no 2.13), with the JetStream API level of their first release
+(ADR-44); 0 is before levels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +24,13 @@ class Feature:
     title: str  # its name in errors and in the documentation
     calls: str  # the calls of this library that need it
     since: str  # the first line of servers that has it
-    api_level: int = 0  # the JetStream API level that has it (ADR-44); 0: it is older than levels
     option: str = ""  # the field of the stream's configuration that enables it, if there is one
     older: str = ""  # what an older server does with a request for it
+
+    @property
+    def api_level(self) -> int:
+        """The JetStream API level that has it; 0: it is older than levels."""
+        return RELEASES[self.since]
 
     def on(self, release: str) -> bool:
         """Whether the line of servers `release`, such as ``"2.12"``, or a version of a server has it."""
@@ -34,7 +40,7 @@ class Feature:
         """Whether a server of this API level (0: before 2.11) has it."""
         return api_level >= self.api_level
 
-    def check(self, api_level: int, server_version: str | None, detail: str) -> None:
+    def check(self, api_level: int, server_version: str | None, detail: str = "") -> None:
         """Raise UnsupportedFeatureError if a server of this API level lacks it; `detail` says what is stored or changed."""
         if not self.at(api_level):
             raise self.unsupported(server_version=server_version, api_level=api_level, detail=detail)
@@ -90,7 +96,6 @@ DIRECT_BATCH: Final = Feature(
     title="batched direct get",
     calls="`DirectGet.batch`, `scan`, `multi_last`, `get_at`, `log.LogReader`",
     since="2.11",
-    api_level=1,
     option="allow_direct",
     older="answers with one message, often the wrong one",
 )
@@ -98,7 +103,6 @@ MSG_TTL: Final = Feature(
     title="message TTL",
     calls="`msg_ttl=`, `ttl_headers`",
     since="2.11",
-    api_level=1,
     option="allow_msg_ttl",
     older="stores the header and never expires the message",
 )
@@ -106,7 +110,6 @@ DELETE_MARKERS: Final = Feature(
     title="delete markers",
     calls="`with_ttl(marker_ttl=)`, `marker_reason`",
     since="2.11",
-    api_level=1,
     option="subject_delete_marker_ttl",
     older="drops the option silently",
 )
@@ -114,7 +117,6 @@ ATOMIC: Final = Feature(
     title="atomic batch",
     calls="`AtomicBatch`, `publish_atomic`",
     since="2.12",
-    api_level=2,
     option="allow_atomic",
     older="stores each message immediately, as an ordinary message",
 )
@@ -122,7 +124,6 @@ ATOMIC_EOB: Final = Feature(
     title="end-of-batch marker",
     calls="used by `AtomicBatch` if available",
     since="2.14",
-    api_level=4,
     option="allow_atomic",
     older="2.12.0 stores the marker as a message; later 2.12 releases refuse it",
 )
@@ -130,7 +131,6 @@ COUNTERS: Final = Feature(
     title="counter stream",
     calls="`ensure_stream`",
     since="2.12",
-    api_level=2,
     option="allow_msg_counter",
     older="drops the option silently",
 )
@@ -138,7 +138,6 @@ SCHEDULES: Final = Feature(
     title="scheduled messages",
     calls="`ensure_stream`",
     since="2.12",
-    api_level=2,
     option="allow_msg_schedules",
     older="drops the option silently",
 )
@@ -146,7 +145,6 @@ FAST_INGEST: Final = Feature(
     title="fast ingest",
     calls="`FastPublisher`, `ingest`",
     since="2.14",
-    api_level=4,
     option="allow_batched",
     older="stores every message, including pings, as a separate message",
 )
@@ -154,14 +152,12 @@ CONSUMER_RESET: Final = Feature(
     title="consumer reset",
     calls="`reset_consumer`",
     since="2.14",
-    api_level=4,
     older="never answers",
 )
 DURABLE_SOURCE: Final = Feature(
     title="durable sourcing",
     calls="`create_source_consumer`, `source_health`",
     since="2.14",
-    api_level=4,
     older="2.10, 2.11: drops the consumer silently, so that a work queue can lose messages; 2.12: refuses",
 )
 
@@ -212,7 +208,7 @@ BY_OPTION: Final = {
 
 def api_level(release: str) -> int:
     """Return the API level that a server of this version has at least (0: before 2.11)."""
-    return max(feature.api_level for feature in FEATURES if feature.on(release))
+    return max((level for line, level in RELEASES.items() if _numbers(release) >= _numbers(line)), default=0)
 
 
 def _numbers(release: str) -> tuple[int, ...]:
