@@ -10,7 +10,7 @@ from nats.js.api import KeyValueConfig, StreamConfig
 
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.options import check_word, ttl_value
+from jetstream_ext.protocol.options import check_word, marker_fields, ttl_value
 from jetstream_ext.types import NEVER, TTL
 
 _MARKER_REASON: Final = "Nats-Marker-Reason"
@@ -99,23 +99,15 @@ def with_ttl(config: _Config, *, marker_ttl: float | timedelta | None = None) ->
 
     Requires: nats-server 2.11. A 2.10 server drops both options silently, which `ensure_stream` reports.
     """
-    seconds: int | None = None
-    if marker_ttl is not None:
-        if marker_ttl is NEVER:
-            raise ValueError("marker_ttl must be finite: servers have no delete markers without expiry")
-        seconds = int(ttl_value(marker_ttl))
+    fields = {"allow_msg_ttl": True} if marker_ttl is None else marker_fields(marker_ttl, "marker_ttl")
     if isinstance(config, KeyValueConfig):
-        return config if seconds is None else config.evolve(limit_marker_ttl=seconds)
+        return config if marker_ttl is None else config.evolve(limit_marker_ttl=fields["subject_delete_marker_ttl"])
     if not isinstance(config, StreamConfig):
         raise TypeError(f"config must be a StreamConfig or KeyValueConfig, not {type(config).__name__}")
     if config.allow_msg_counter:
         raise ValueError("a counter stream cannot have messages with a TTL")
-    if seconds is None:
-        return config.evolve(allow_msg_ttl=True)
-    if config.mirror is not None:
+    if marker_ttl is not None and config.mirror is not None:
         raise ValueError("a mirror cannot have a marker_ttl: it copies the delete markers of its origin")
-    if config.deny_purge:
+    if marker_ttl is not None and config.deny_purge:
         raise ValueError("marker_ttl and deny_purge cannot be combined: delete markers need purges")
-    return config.evolve(
-        allow_msg_ttl=True, allow_rollup_hdrs=True, deny_purge=False, subject_delete_marker_ttl=float(seconds)
-    )
+    return config.evolve(**fields)

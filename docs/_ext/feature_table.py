@@ -26,7 +26,7 @@ def markdown_table() -> str:
             feature.calls,
             *("yes" if feature.on(release) else "no" for release in features.RELEASES),
             str(feature.api_level or ""),
-            f"`{feature.option}`" if feature.option else "",
+            f"`{feature.field}`" if feature.field else "",
             feature.older,
         ]
         for feature in features.FEATURES
@@ -37,7 +37,7 @@ def markdown_table() -> str:
             quirk.calls,
             *(since_within(quirk.since, release) for release in features.RELEASES),
             str(quirk.feature.api_level),
-            f"`{quirk.feature.option}`",
+            f"`{quirk.feature.field}`",
             f"before {quirk.since}: {quirk.wrong}",
         ]
         for quirk in features.QUIRKS

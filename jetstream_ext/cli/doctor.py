@@ -12,23 +12,22 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.cli.completion import complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.enabling import impossible
 from jetstream_ext.cli.options import Command, cli_option, json_option
 from jetstream_ext.cli.output import console, count, say, styled, table, write_json
 from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.consumers import source_health
 from jetstream_ext.client.streams import Features, features
-from jetstream_ext.kv.enabling import marker_subjects, stores_markers
-from jetstream_ext.protocol.advice import STREAM_OPTIONS, enable_bucket_command, enable_command
+from jetstream_ext.protocol.advice import enable_bucket_command, enable_command
 from jetstream_ext.protocol.api import StreamState, parse_stream_state
-from jetstream_ext.protocol.feature_table import ATOMIC, DIRECT_GET, FAST_INGEST, FEATURES, MSG_TTL
+from jetstream_ext.protocol.feature_table import BY_FIELD, FEATURES
 from jetstream_ext.protocol.numbers import json_number
+from jetstream_ext.protocol.options import OPTIONS, marker_subjects, ruled_out
 from jetstream_ext.protocol.subjects import check_name
 from jetstream_ext.text import did_you_mean
 
 _KV: Final = "KV_"
-_FEATURES: Final = {"direct": DIRECT_GET, "atomic": ATOMIC, "batched": FAST_INGEST, "ttl": MSG_TTL}
+_STREAM_OPTIONS: Final = [option for option in OPTIONS if option != "spark"]
 _TASKS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "read": (("direct",), ("direct",)),
     "ingest": (("direct", "batched"), ()),
@@ -88,31 +87,27 @@ async def _all_streams(js: JetStreamContext) -> list[StreamState]:
 
 async def _examine(js: JetStreamContext, state: StreamState, api_level: int, needs: _Needs) -> dict[str, Any]:
     """Return the report on a stream, as it is in the JSON output."""
-    needed = needs.of(state.name)
-    never = {option: why for option, why in impossible(state.config).items() if _FEATURES[option].at(api_level)}
-    has = [option for option in _FEATURES if state.config.get(STREAM_OPTIONS[option]) and option not in never]
-    for option in needed:
-        if option in _FEATURES and not _FEATURES[option].at(api_level):
-            never[option] = f"it needs nats-server {_FEATURES[option].since}"
-    lacks = [option for option in needed if option in _FEATURES and option not in has]
-    if "spark" in needed and not stores_markers(state):
-        lacks.append("spark")
-    possible = [option for option in lacks if ("atomic" if option == "spark" else option) not in never]
+    needed = {option: OPTIONS[option] for option in needs.of(state.name)}
+    never = {field: why for field, why in ruled_out(state.config).items() if BY_FIELD[field].at(api_level)}
+    fields = dict.fromkeys(feature.field for feature in OPTIONS.values())
+    has = [field for field in fields if state.config.get(field) and field not in never]
+    never |= {each.field: f"it needs nats-server {each.since}" for each in needed.values() if not each.at(api_level)}
+    lacks = {
+        option: feature.field for option, feature in needed.items() if option == "spark" or feature.field not in has
+    }
+    if state.stores(markers := marker_subjects(state.name)):
+        lacks.pop("spark", None)
     sourcing = state.config.get("mirror") or state.config.get("sources")
     rows = [row for row in await source_health(js, state.name) if not row.ok] if sourcing else []
     return {
         "name": state.name,
         "messages": state.messages,
-        "has": [STREAM_OPTIONS[option] for option in has],
-        "lacks": [_field(state.name, option) for option in lacks],
-        "never": [f"{STREAM_OPTIONS[option]}: {why}" for option, why in never.items() if option not in has],
-        "fix": _fix(state.name, possible),
+        "has": has,
+        "lacks": [f"subject {markers}" if option == "spark" else field for option, field in lacks.items()],
+        "never": [f"{field}: {why}" for field, why in never.items() if field not in has],
+        "fix": _fix(state.name, [option for option, field in lacks.items() if field not in never]),
         "sources": [": ".join(filter(None, (row.name, row.state.replace("_", " "), row.detail))) for row in rows],
     }
-
-
-def _field(stream: str, option: str) -> str:
-    return f"subject {marker_subjects(stream)}" if option == "spark" else STREAM_OPTIONS[option]
 
 
 def _fix(stream: str, options: list[str]) -> str:
@@ -145,8 +140,8 @@ def _words(known: Iterable[str]) -> Callable[[click.Context, click.Parameter, tu
     "options",
     multiple=True,
     metavar="OPTION,…",
-    callback=_words(_FEATURES),
-    help=f"Options that the streams must have: {', '.join(_FEATURES)}.",
+    callback=_words(_STREAM_OPTIONS),
+    help=f"Options that the streams must have: {', '.join(_STREAM_OPTIONS)}.",
 )
 @cli_option(
     "--for",

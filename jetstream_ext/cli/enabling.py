@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import click
 from nats.js.errors import BucketNotFoundError, NotFoundError
@@ -19,32 +19,12 @@ from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.streams import enable_options
 from jetstream_ext.kv import enable as enable_in_bucket
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.enabling import marker_subjects, stores_markers
 from jetstream_ext.kv.limits import known_since
-from jetstream_ext.protocol.advice import STREAM_OPTIONS
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.options import ttl_value
+from jetstream_ext.protocol.options import OPTIONS, marker_subjects, ruled_out, ttl_value
 from jetstream_ext.protocol.subjects import check_name
 
 _MARKER_TTL: Final = "subject_delete_marker_ttl"
-
-
-def impossible(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return which options (keys of `STREAM_OPTIONS`) a stream of this configuration can never have, and why."""
-    never: dict[str, str] = {}
-    if config.get("persist_mode") == "async":
-        never["atomic"] = "it persists asynchronously"
-    if config.get("allow_msg_counter"):
-        never["ttl"] = "it holds counters"
-    if config.get("no_ack"):
-        never |= dict.fromkeys(
-            ("atomic", "batched"), "it has no_ack, so the server does not confirm what it has stored"
-        )
-    if config.get("mirror"):
-        never |= dict.fromkeys(("atomic", "batched"), "it is a mirror")
-    if config.get("sealed"):
-        never |= dict.fromkeys(("atomic", "batched", "ttl"), "it is sealed, so it takes no messages")
-    return never
 
 
 def _marker_ttl(text: str) -> int:
@@ -71,26 +51,21 @@ def stream_command(where: Target, stream: str, as_json: bool, **flags: bool) -> 
         jetstream-ext enable ORDERS --direct --atomic
     """
     check_name(stream, "stream name")  # servers do not answer requests with an invalid one
-    options = [option for option, given in flags.items() if given]
-    if not options:
+    fields = [OPTIONS[option].field for option, given in flags.items() if given]
+    if not fields:
         raise click.UsageError(f"name what to enable: {', '.join(f'--{option}' for option in flags)}")
-    before = asyncio.run(_enable(where, stream, options))
-    fields = [STREAM_OPTIONS[option] for option in options]
-    _report(
-        {"stream": stream},
-        f"stream {stream}",
-        {field: bool(before.config.get(field)) for field in fields},
-        as_json=as_json,
-    )
+    before = asyncio.run(_enable(where, stream, fields))
+    was_on = {field: bool(before.config.get(field)) for field in fields}
+    _report({"stream": stream}, f"stream {stream}", was_on, as_json=as_json)
 
 
-async def _enable(where: Target, stream: str, options: list[str]) -> StreamState:
+async def _enable(where: Target, stream: str, fields: list[str]) -> StreamState:
     """Turn on options of a stream, and return its state before."""
     async with connected(where) as js:
         before = await existing_stream(js, stream)
-        _check_possible(f"stream {stream!r}", before, options)
+        _check_possible(f"stream {stream!r}", before, fields)
         try:
-            await enable_options(Api(Context(js)), stream, [STREAM_OPTIONS[option] for option in options])
+            await enable_options(Api(Context(js)), stream, fields)
         except NotFoundError as error:
             raise click.ClickException(f"stream {stream!r} does not exist any more") from error
         return before
@@ -128,15 +103,12 @@ def bucket_command(where: Target, bucket: str, as_json: bool, marker_ttl: int | 
     if not options and marker_ttl is None:
         options = ["direct", "atomic"]
     before, after = asyncio.run(_enable_in_bucket(where, bucket, options, marker_ttl))
-    was_on = {STREAM_OPTIONS[option]: _has(before, option) for option in options if option in STREAM_OPTIONS}
+    was_on = {field: bool(before.config.get(field)) for field in _fields(options, marker_ttl)}
     if flags["spark"]:
-        was_on |= {
-            "allow_atomic": _has(before, "atomic"),
-            f"subject {marker_subjects(before.name)}": stores_markers(before),
-        }
+        markers = marker_subjects(before.name)
+        was_on[f"subject {markers}"] = before.stores(markers)
     if marker_ttl is not None:
-        same = before.config.get(_MARKER_TTL) == after.config.get(_MARKER_TTL)
-        was_on |= {STREAM_OPTIONS["ttl"]: _has(before, "ttl"), _MARKER_TTL: same}
+        was_on[_MARKER_TTL] = before.config.get(_MARKER_TTL) == after.config.get(_MARKER_TTL)
     recorded = known_since(before) is None and known_since(after) is not None
     _report({"bucket": bucket, "stream": before.name}, f"bucket {bucket}", was_on, as_json=as_json, recorded=recorded)
 
@@ -149,12 +121,7 @@ async def _enable_in_bucket(
         kv = open_bucket(js, bucket)
         try:
             before = await Bucket(kv).unchecked_state()
-            needs = [
-                *options,
-                *(["atomic"] if "spark" in options else []),
-                *(["ttl"] if marker_ttl is not None else []),
-            ]
-            _check_possible(f"bucket {bucket!r}", before, needs)
+            _check_possible(f"bucket {bucket!r}", before, _fields(options, marker_ttl))
             await enable_in_bucket(
                 kv,
                 direct="direct" in options,
@@ -167,16 +134,16 @@ async def _enable_in_bucket(
             raise click.ClickException(str(error.description)) from error
 
 
-def _has(state: StreamState, option: str) -> bool:
-    return bool(state.config.get(STREAM_OPTIONS[option]))
+def _fields(options: Iterable[str], marker_ttl: int | None) -> list[str]:
+    needed = [*options, *(["ttl"] if marker_ttl is not None else [])]
+    return [OPTIONS[option].field for option in needed]
 
 
-def _check_possible(what: str, state: StreamState, options: Iterable[str]) -> None:
-    never = impossible(state.config)
-    for option in options:
-        if option in never and not _has(state, option):
-            field = STREAM_OPTIONS[option]
-            raise click.ClickException(f"{what} cannot have {field}: {never[option]}; nothing was changed")
+def _check_possible(what: str, state: StreamState, fields: Iterable[str]) -> None:
+    never = ruled_out(state.config)
+    for field in fields:
+        if field in never and not state.config.get(field):
+            raise click.ClickException(f"{what} cannot have {field}: {never[field]}; nothing was changed")
 
 
 def _report(

@@ -20,7 +20,6 @@ from nats.nuid import NUID
 
 from jetstream_ext.cli.completion import complete_streams
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
-from jetstream_ext.cli.enabling import impossible
 from jetstream_ext.cli.files.formats import FORMATS, STDIO, delimiter_of, format_of
 from jetstream_ext.cli.files.message_files import COLUMNS, is_export
 from jetstream_ext.cli.files.row_check import RowCheck
@@ -42,9 +41,10 @@ from jetstream_ext.errors import (
     MaxPayloadError,
     StreamRecreatedError,
 )
-from jetstream_ext.protocol.advice import STREAM_OPTIONS, enable_command
+from jetstream_ext.protocol.advice import enable_command
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.feature_table import FAST_INGEST
+from jetstream_ext.protocol.options import OPTIONS, ruled_out
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject, covers
 from jetstream_ext.text import plural
 from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
@@ -64,7 +64,7 @@ _WHY_REMOVED: Final = {
     "limits": "of its limits, newer messages of the same subjects, or a deletion",
     "interest": "no consumer has yet to acknowledge them (retention interest)",
 }
-_NEEDS: Final = {"batched": "fast ingest", "direct": "direct get"}  # keys of `STREAM_OPTIONS`
+_NEEDS: Final = {"batched": "fast ingest", "direct": "direct get"}  # keys of `OPTIONS`
 
 
 @click.command("ingest", cls=Command, short_help="Store a file's rows in a stream.")
@@ -345,7 +345,7 @@ class _Ingest:
     ) -> StreamState:
         """Create the stream, or turn on what ingest needs; an existing stream keeps its subjects and limits."""
         if state is not None:
-            await enable_options(Api(Context(js)), self.stream, [STREAM_OPTIONS[option] for option in _NEEDS])
+            await enable_options(Api(Context(js)), self.stream, [OPTIONS[option].field for option in _NEEDS])
         else:
             self.has_earlier = False
             self._subjects = subjects
@@ -392,7 +392,7 @@ class _Ingest:
             if create:
                 return None
             raise
-        if never := impossible(state.config).get("batched"):
+        if never := ruled_out(state.config).get(FAST_INGEST.field):
             raise click.ClickException(f"stream {self.stream!r} takes no rows: {never}; nothing was sent")
         if state.retention == "interest" and not state.consumers:
             raise click.ClickException(
@@ -400,7 +400,7 @@ class _Ingest:
                 "server would keep no row; nothing was sent; create the consumer first"
             )
         needs = ["batched"] if self._again else list(_NEEDS)
-        lacks = [option for option in needs if not state.config.get(STREAM_OPTIONS[option])]
+        lacks = [option for option in needs if not state.config.get(OPTIONS[option].field)]
         if create or not lacks:
             return state
         if "batched" in lacks:

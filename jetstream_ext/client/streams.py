@@ -26,7 +26,7 @@ from jetstream_ext.client.stream_options import (
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError, StreamConfigMismatchError
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.api import answering_server, check_config, parse_time
-from jetstream_ext.protocol.feature_table import Feature
+from jetstream_ext.protocol.feature_table import BY_FIELD, DURABLE_SOURCE, Feature
 from jetstream_ext.protocol.options import check_unicode
 from jetstream_ext.protocol.subjects import check_name
 
@@ -164,7 +164,7 @@ async def ensure_stream(
             "give other subjects, or none and sources=[StreamSource(name={!r})] for a stream that copies its messages"
         )
         what = f"stream {wanted.name!r}"
-        if created := await create_stream(api, what, wanted.as_dict(), _needs(wanted), remedy):
+        if created := await create_stream(api, what, wanted.as_dict(), needed_features(wanted), remedy):
             return _checked(api, wanted, created)
         # Another client has created it in the meantime.
         info = await api.stream(str(wanted.name))
@@ -176,7 +176,7 @@ async def enable_options(api: Api, stream: str, options: Iterable[str]) -> None:
 
     Raises as `ensure_stream` does, and NotFoundError if there is no such stream.
     """
-    wanted = StreamConfig(**_NOTHING | {"name": stream} | dict.fromkeys(options, True))
+    wanted = only({"name": stream} | dict.fromkeys(options, True))
     await _extend(api, wanted, await api.stream(stream))
 
 
@@ -201,7 +201,12 @@ def _wanted(config: StreamConfig | None, name: str | None, options: StreamOption
     if mirror is not None and not mirror.subject_transforms:
         # Servers refuse each update of a mirror that was created with an empty list (10055).
         checked["mirror"] = mirror.evolve(subject_transforms=None)
-    return StreamConfig(**_NOTHING | checked | {"name": name})
+    return only(checked | {"name": name})
+
+
+def only(fields: Mapping[str, Any]) -> StreamConfig:
+    """Return a configuration in which these fields are given and nothing else is."""
+    return StreamConfig(**{**_NOTHING, **fields})
 
 
 async def create_stream(
@@ -270,7 +275,7 @@ async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> Strea
         )
     if not missing:
         return found
-    check_leader(api.context, info["config"], _needs(wanted, missing), "nothing was changed")
+    check_leader(api.context, info["config"], needed_features(wanted, missing), "nothing was changed")
     # The server's own configuration: nats-py's has only the fields that it knows.
     update = info["config"] | dict.fromkeys(missing, True)
     return _checked(api, wanted, await api.ask(f"STREAM.UPDATE.{wanted.name}", update))
@@ -283,7 +288,7 @@ def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo
         diff = config_diff(wanted, info["config"])
     if diff:
         lacking = f"stream {wanted.name!r} was created or updated without this feature"
-        check_leader(api.context, info["config"], _needs(wanted, diff), lacking)
+        check_leader(api.context, info["config"], needed_features(wanted, diff), lacking)
         raise StreamConfigMismatchError(
             f"stream {wanted.name!r} was created or updated, but the server stored another configuration: "
             f"{describe_diff(diff)}",
@@ -292,13 +297,11 @@ def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo
     return found
 
 
-def _needs(wanted: StreamConfig, options: Iterable[str] = feature_table.BY_OPTION) -> list[Feature]:
-    """Return the features that these options of a configuration need, and its sources."""
-    needed = [
-        feature_table.BY_OPTION[name] for name in options if name in feature_table.BY_OPTION and getattr(wanted, name)
-    ]
+def needed_features(wanted: StreamConfig, names: Iterable[str] = BY_FIELD) -> list[Feature]:
+    """Return the features that these fields of a configuration need, and its sources."""
+    needed = [BY_FIELD[name] for name in names if name in BY_FIELD and getattr(wanted, name)]
     if any(entry and entry.consumer for entry in (wanted.mirror, *(wanted.sources or ()))):
-        needed.append(feature_table.DURABLE_SOURCE)
+        needed.append(DURABLE_SOURCE)
     return needed
 
 

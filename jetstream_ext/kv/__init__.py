@@ -1,7 +1,7 @@
 """Key-value buckets: many keys at once, points in time, transactions."""
 
-from jetstream_ext.kv.admin import enable, touch
-from jetstream_ext.kv.creation import ensure_bucket
+from jetstream_ext.kv.admin import touch
+from jetstream_ext.kv.creation import enable, ensure_bucket
 from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot
 from jetstream_ext.kv.live import Changes
 from jetstream_ext.kv.reads import get_many, snapshot

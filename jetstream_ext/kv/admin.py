@@ -1,16 +1,15 @@
-"""Enabling the options that a bucket lacks, and renewing the TTL of a key."""
+"""Renewing the TTL of a key."""
 
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 
 import nats.errors
 import nats.js.errors
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import Api
 from jetstream_ext.client.base_connection import NotPermittedError
+from jetstream_ext.client.streams import check_leader
 from jetstream_ext.errors import (
     BadHeaderError,
     KeyConflictError,
@@ -23,10 +22,9 @@ from jetstream_ext.errors import (
     server_error,
 )
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.enabling import check_supported, switches, turn_on
 from jetstream_ext.kv.entries import ROLLUP_HEADERS, check_key, operation
+from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_ID, MSG_TTL, is_instruction
 from jetstream_ext.protocol.options import ttl_value
 from jetstream_ext.types import NEVER, TTL, own_headers
@@ -83,9 +81,11 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
         with contextlib.suppress(NotPermittedError):
             await bucket.state(direct=False)
         raise nats.js.errors.KeyNotFoundError(message=f"key {key!r} of bucket {bucket.name!r}")
-    if not BY_OPTION["allow_msg_ttl"].on(bucket.context.connection.server_version):
+    if not feature_table.MSG_TTL.on(bucket.context.connection.server_version):
         # Older servers store the header and never expire the key. But the bucket's leader may be a newer server.
-        check_supported(bucket, (await bucket.unchecked_state()).config, ["allow_msg_ttl"], "nothing was written")
+        check_leader(
+            bucket.context, (await bucket.unchecked_state()).config, [feature_table.MSG_TTL], "nothing was written"
+        )
     # By its message id, the server would take the call for a duplicate of the value.
     replaced = {MSG_ID, MSG_TTL}
     pairs = [pair for pair in _text_headers(bucket, key, found) if pair[0] not in replaced]
@@ -141,56 +141,3 @@ def _text_headers(bucket: Bucket, key: str, message: StoredMsg) -> list[tuple[st
                 "value again with its new TTL (a transaction with put(ttl=...)), without that header"
             ) from error
     return [pair for pair in pairs if not is_instruction(pair[0])]
-
-
-async def enable(
-    kv: KeyValue,
-    *,
-    direct: bool = True,
-    atomic: bool = True,
-    ttl: bool | float | timedelta | None = None,
-    spark: bool = False,
-    timeout: float | None = None,
-) -> KeyValue:
-    """Turn on what a bucket lacks; return nats-py's `KeyValue` for the bucket as it is now.
-
-    The call never turns an option off. It records in the metadata of the bucket's stream since when the bucket's limits
-    hold, because reads of the past need to know that, and changes nothing else of the configuration. It does not write to a
-    bucket that lacks neither an option nor the record.
-
-    Args:
-        kv: nats-py's bucket.
-        direct: Direct gets, which `get_many` and `snapshot` need. (nats-py creates buckets without them.)
-        atomic: Atomic batches, which transactions need.
-        ttl: True: TTLs of single keys. Whole seconds or a timedelta: also delete markers that stay for that time when a
-            key expires, so that watchers and reads of the past see the expiry. With markers, no value lives shorter
-            than its marker, unless the bucket's history is 1. None: no change.
-        spark: What Spark's sink `jetstream_kv` needs: atomic batches, and a place for its markers, which is the subject
-            ``_spark.KV_<bucket>.>`` of the bucket's stream. Clients of the bucket do not see what is stored there, except
-            that it counts in the number of values of nats-py's ``status()``.
-        timeout: Seconds for the whole call; None is the context's own.
-
-    Raises:
-        UnsupportedFeatureError: The server does not know an option; nothing was changed.
-        nats.js.errors.BucketNotFoundError: There is no such bucket.
-        StreamConfigMismatchError: The server stored another value of an option.
-        ServerError: The server refused.
-        ValueError, TypeError: An argument is invalid; nothing was sent.
-
-    Cancellation: The bucket may have been changed.
-
-    Requires: Permission for ``STREAM.INFO`` and ``STREAM.UPDATE`` (without the latter, a bucket that lacks only the record
-        is returned as it is, with a warning to the logger ``jetstream_ext.kv``). Servers have no conditional update: two
-        programs that turn on different options at the same moment can undo each other's change.
-    """
-    bucket = Bucket(kv, timeout)
-    wanted = switches(bucket.name, direct=direct, atomic=atomic, spark=spark)
-    if ttl is False:
-        raise ValueError("TTLs cannot be turned off; leave `ttl` out to keep the setting")
-    if ttl is not None:
-        wanted["allow_msg_ttl"] = True
-    if ttl is not None and ttl is not True:
-        # Servers turn on the other two themselves together with markers.
-        marker_ttl = int(ttl_value(ttl)) * 1_000_000_000
-        wanted |= {"subject_delete_marker_ttl": marker_ttl, "allow_rollup_hdrs": True, "deny_purge": False}
-    return await turn_on(bucket, Api(bucket.context, bucket.timeout, what=bucket.what), wanted, spark=spark)

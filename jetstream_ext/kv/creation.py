@@ -1,10 +1,9 @@
-"""Buckets that are there when a service starts: created, or with what they lacked turned on."""
+"""Buckets with what a service needs: created, or with what they lacked turned on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final, Literal, TypedDict, Unpack
 
 import nats.js.errors
@@ -13,18 +12,23 @@ from nats.js.api import DiscardPolicy, Placement, RePublish, StorageType, Stream
 from nats.js.errors import BucketNotFoundError
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import Api, malformed_as_error
+from jetstream_ext.client.api import Api, malformed_as_error, stream_state
+from jetstream_ext.client.base_connection import NotPermittedError
+from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.client.stream_options import STREAM_RANGES, check_known_options, check_options, describe_diff
-from jetstream_ext.client.streams import config_diff, create_stream
+from jetstream_ext.client.streams import check_leader, config_diff, create_stream, needed_features, only
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.enabling import check_supported, marker_subjects, switches, turn_on
+from jetstream_ext.kv.limits import known_since, limits_of, with_record
 from jetstream_ext.protocol.api import StreamState, check_config
-from jetstream_ext.protocol.feature_table import BY_OPTION
-from jetstream_ext.protocol.options import check_unicode, ttl_value
+from jetstream_ext.protocol.options import bucket_fields, check_unicode, marker_fields, marker_subjects
 from jetstream_ext.protocol.subjects import bucket_prefix, bucket_stream, is_bucket_name
-from jetstream_ext.types import NEVER
+from jetstream_ext.text import get_logger
 
+_log = get_logger("kv")
+
+# Each update is followed by a look at the result. Two are the most that a bucket needs: its options, then the record.
+_MAX_UPDATES: Final = 6
 _RANGES: Final = {
     "history": (1, 64),  # ADR-8: clients refuse more
     "max_value_size": STREAM_RANGES["max_msg_size"],
@@ -62,14 +66,10 @@ _FIELDS: Final = {
 }
 """The field of the stream's configuration for each option."""
 
-_SYNONYMS: Final = {
+_SYNONYMS: Final = {field: option for option, field in _FIELDS.items()} | {
     "allow_atomic": "atomic",
     "allow_direct": "direct",
     "marker_ttl": "limit_marker_ttl",
-    "max_age": "ttl",
-    "max_msg_size": "max_value_size",
-    "num_replicas": "replicas",
-    "subject_delete_marker_ttl": "limit_marker_ttl",
 }
 
 
@@ -123,27 +123,66 @@ async def ensure_bucket(
     """
     check_known_options("ensure_bucket", options, [*_FIELDS, "direct", "atomic", "spark", "timeout"], _SYNONYMS)
     _check_bucket_name(name)
-    turned_on = switches(name, direct=direct, atomic=atomic, spark=spark)
-    wanted = _given(name, options)
-    config = _new_config(name, wanted, direct=direct, atomic=atomic or spark, spark=spark)
-    body = config.as_dict()
-    check_unicode(body, f"the configuration of bucket {name!r}")
-    bucket = Bucket(KeyValue(name, bucket_stream(name), bucket_prefix(name), js, direct=direct), timeout)
-    api = Api(bucket.context, bucket.timeout, what=bucket.what)
-    if "limit_marker_ttl" in wanted:
-        marker_ttl = body["subject_delete_marker_ttl"]
-        turned_on |= {"allow_msg_ttl": True, "subject_delete_marker_ttl": marker_ttl}
-        turned_on |= {"allow_rollup_hdrs": True, "deny_purge": False}
-    check = partial(_check_same, bucket, wanted)
-    created = False
-    while True:
-        try:
-            return await turn_on(bucket, api, turned_on, spark=spark, check=check)
-        except BucketNotFoundError:
-            if created:  # another client has deleted it
-                raise
-        await _create(bucket, api, body, turned_on)
-        created = True
+    fields = bucket_fields(name, direct=direct, atomic=atomic, spark=spark)
+    marker_ttl = options.pop("limit_marker_ttl", None)
+    checked = check_options(f"bucket {name!r}", options, BucketOptions, _RANGES)
+    wanted = {_FIELDS[option]: value for option, value in checked.items()}
+    if marker_ttl is not None:
+        fields |= marker_fields(marker_ttl, "limit_marker_ttl")
+        wanted["subject_delete_marker_ttl"] = fields["subject_delete_marker_ttl"]
+    new = _new_config(name, wanted | fields, spark=spark)
+    check_unicode(new.as_dict(), f"the configuration of bucket {name!r}")
+    bucket = Bucket(open_bucket(js, name), timeout)
+    return await _turn_on(bucket, fields, spark=spark, wanted=wanted, new=new)
+
+
+async def enable(
+    kv: KeyValue,
+    *,
+    direct: bool = True,
+    atomic: bool = True,
+    ttl: bool | float | timedelta | None = None,
+    spark: bool = False,
+    timeout: float | None = None,
+) -> KeyValue:
+    """Turn on what a bucket lacks; return nats-py's `KeyValue` for the bucket as it is now.
+
+    The call never turns an option off. It records in the metadata of the bucket's stream since when the bucket's limits
+    hold, because reads of the past need to know that, and changes nothing else of the configuration. It does not write to a
+    bucket that lacks neither an option nor the record.
+
+    Args:
+        kv: nats-py's bucket.
+        direct: Direct gets, which `get_many` and `snapshot` need. (nats-py creates buckets without them.)
+        atomic: Atomic batches, which transactions need.
+        ttl: True: TTLs of single keys. Whole seconds or a timedelta: also delete markers that stay for that time when a
+            key expires, so that watchers and reads of the past see the expiry. With markers, no value lives shorter
+            than its marker, unless the bucket's history is 1. None: no change.
+        spark: What Spark's sink `jetstream_kv` needs: atomic batches, and a place for its markers, which is the subject
+            ``_spark.KV_<bucket>.>`` of the bucket's stream. Clients of the bucket do not see what is stored there, except
+            that it counts in the number of values of nats-py's ``status()``.
+        timeout: Seconds for the whole call; None is the context's own.
+
+    Raises:
+        UnsupportedFeatureError: The server does not know an option; nothing was changed.
+        nats.js.errors.BucketNotFoundError: There is no such bucket.
+        StreamConfigMismatchError: The server stored another value of an option.
+        ServerError: The server refused.
+        ValueError, TypeError: An argument is invalid; nothing was sent.
+
+    Cancellation: The bucket may have been changed.
+
+    Requires: Permission for ``STREAM.INFO`` and ``STREAM.UPDATE`` (without the latter, a bucket that lacks only the record
+        is returned as it is, with a warning to the logger ``jetstream_ext.kv``). Servers have no conditional update: two
+        programs that turn on different options at the same moment can undo each other's change.
+    """
+    bucket = Bucket(kv, timeout)
+    fields = bucket_fields(bucket.name, direct=direct, atomic=atomic, spark=spark)
+    if ttl is False:
+        raise ValueError("TTLs cannot be turned off; leave `ttl` out to keep the setting")
+    if ttl is not None:
+        fields |= {"allow_msg_ttl": True} if ttl is True else marker_fields(ttl, "ttl")
+    return await _turn_on(bucket, fields, spark=spark)
 
 
 def _check_bucket_name(name: str) -> None:
@@ -155,68 +194,109 @@ def _check_bucket_name(name: str) -> None:
         )
 
 
-def _given(bucket: str, options: BucketOptions) -> dict[str, Any]:
-    """Return the options that are not None, with times in seconds; raise ValueError or TypeError for an invalid one."""
-    given: dict[str, Any] = dict(options)
-    marker_ttl = given.pop("limit_marker_ttl", None)
-    checked = check_options(f"bucket {bucket!r}", given, BucketOptions, _RANGES)
-    if marker_ttl is NEVER:
-        raise ValueError("limit_marker_ttl must be finite: servers have no delete markers without expiry")
-    if marker_ttl is not None:
-        checked["limit_marker_ttl"] = int(ttl_value(marker_ttl))
-    return checked
-
-
-def _new_config(name: str, wanted: Mapping[str, Any], *, direct: bool, atomic: bool, spark: bool) -> StreamConfig:
-    """Return the configuration of a new bucket's stream: nats-py's, with the switches of this library."""
-    ttl = wanted.get("ttl")
+def _new_config(name: str, fields: Mapping[str, Any], *, spark: bool = False) -> StreamConfig:
+    """Return the configuration of a new bucket's stream: nats-py's, with these fields."""
     stream = bucket_stream(name)
-    return StreamConfig(
-        name=stream,
-        subjects=[f"{bucket_prefix(name)}>", *([marker_subjects(stream)] if spark else [])],
-        allow_direct=direct,
-        allow_atomic=atomic or None,
-        allow_rollup_hdrs=True,
-        allow_msg_ttl=True,
-        deny_delete=True,
-        discard=DiscardPolicy.NEW,
-        duplicate_window=min(ttl or _DUPLICATE_WINDOW, _DUPLICATE_WINDOW),
-        max_consumers=-1,
-        max_msgs=-1,
-        **{"max_msgs_per_subject": 1} | {_FIELDS[option]: value for option, value in wanted.items()},
-    )
+    defaults: dict[str, Any] = {
+        "name": stream,
+        "subjects": [f"{bucket_prefix(name)}>", *([marker_subjects(stream)] if spark else [])],
+        "allow_rollup_hdrs": True,
+        "allow_msg_ttl": True,
+        "deny_delete": True,
+        "discard": DiscardPolicy.NEW,
+        "duplicate_window": min(fields.get("max_age") or _DUPLICATE_WINDOW, _DUPLICATE_WINDOW),
+        "max_consumers": -1,
+        "max_msgs": -1,
+        "max_msgs_per_subject": 1,
+    }
+    return StreamConfig(**{**defaults, **fields})
 
 
 async def create_bucket(bucket: Bucket, *, replicas: int, direct: bool = False) -> None:
     """Create a bucket that keeps one value of each key, unless another client has created it; raise as `ensure_bucket` does."""
     _check_bucket_name(bucket.name)
-    config = _new_config(
-        bucket.name, _given(bucket.name, {"history": 1, "replicas": replicas}), direct=direct, atomic=False, spark=False
-    )
-    await _create(bucket, Api(bucket.context, bucket.timeout, what=bucket.what), config.as_dict(), {})
+    fields = {"num_replicas": replicas, **bucket_fields(bucket.name, direct=direct)}
+    await _create(bucket, Api(bucket.context, bucket.timeout, what=bucket.what), _new_config(bucket.name, fields), {})
 
 
-async def _create(bucket: Bucket, api: Api, body: dict[str, Any], switches: Mapping[str, Any]) -> None:
-    """Create the bucket's stream, unless another client has created it meanwhile."""
-    needed = [BY_OPTION[name] for name in switches if name in BY_OPTION]
+async def _create(bucket: Bucket, api: Api, config: StreamConfig, fields: Mapping[str, Any]) -> bool:
+    """Create the bucket's stream, to have `fields`; return False if another client has created it meanwhile."""
     remedy = "give the bucket another name, or remove the subject from the stream"
-    answer = await create_stream(api, bucket.what, body, needed, remedy)
-    if answer is None:
-        return
-    with malformed_as_error(f"bucket {bucket.name!r} (which was created)"):
-        found = answer["config"]
-        check_config(found)
-    check_supported(bucket, found, [name for name in switches if not found.get(name)], "the server ignored the option")
+    features = needed_features(only(fields))
+    return await create_stream(api, bucket.what, config.as_dict(), features, remedy) is not None
+
+
+async def _turn_on(
+    bucket: Bucket,
+    fields: Mapping[str, Any],
+    *,
+    spark: bool,
+    wanted: Mapping[str, Any] | None = None,
+    new: StreamConfig | None = None,
+) -> KeyValue:
+    """Set fields of a bucket's stream, and with `spark` a place for the sink's markers; return the bucket as it is now.
+
+    A bucket with other fields than those `wanted` is an error. If it does not exist, it is created with the configuration
+    `new`, if there is one.
+    """
+    api, stored = Api(bucket.context, bucket.timeout, what=bucket.what), "nothing was changed"
+    for updates_left in reversed(range(_MAX_UPDATES)):  # another program may change the configuration at the same time
+        try:
+            with bucket.not_found():
+                state = await stream_state(api, bucket.stream)
+        except BucketNotFoundError:
+            if new is None:  # it did not exist before, or another client has deleted it
+                raise
+            if await _create(bucket, api, new, fields):
+                stored = "the bucket was created without it"
+            new = None
+            continue
+        if wanted is not None:
+            _check_same(bucket, wanted, state)
+        markers = marker_subjects(bucket.stream)
+        places = {"subjects": [*state.subjects, markers]} if spark and not state.stores(markers) else {}
+        asked = only({**fields, **places})
+        with malformed_as_error(bucket.what):
+            missing = config_diff(asked, state.config)
+        recorded = known_since(state) is not None or bool(state.origin)
+        if not missing and recorded:
+            break
+        check_leader(bucket.context, state.config, needed_features(asked, missing), stored)
+        as_sent = asked.as_dict()
+        config = {**state.config, **{name: as_sent[name] for name in missing}}
+        if not recorded and limits_of(config) == limits_of(state.config):
+            # A bucket that still holds all that it ever stored has lost nothing under other limits.
+            config = with_record(config, state.created_at if state.never_removed else state.now)
+        try:
+            answer = await api.ask(f"STREAM.UPDATE.{bucket.stream}", config)
+        except NotPermittedError:
+            if missing:
+                raise
+            _log.warning(
+                "bucket %r: it is not recorded since when its limits hold, because the client may not update its stream; reads "
+                "of the past may raise HistoryUnavailableError",
+                bucket.name,
+            )
+            break
+        with malformed_as_error(f"bucket {bucket.name!r} (which may have been changed)"):
+            found = answer["config"]
+            check_config(found)
+            diff = config_diff(asked, found)
+        check_leader(bucket.context, found, needed_features(asked, diff), "the server ignored the option")
+        if diff and not updates_left:
+            raise StreamConfigMismatchError(
+                f"bucket {bucket.name!r} was changed, but the server stored other values: {describe_diff(diff)}",
+                diff=diff,
+            )
+    return KeyValue(bucket.name, bucket.stream, bucket.prefix, bucket.js, direct=state.allows_direct)
 
 
 def _check_same(bucket: Bucket, wanted: Mapping[str, Any], state: StreamState) -> None:
-    """Raise StreamConfigMismatchError if an option has another value, or BadBucketError if the stream is not a bucket."""
+    """Raise StreamConfigMismatchError if a field has another value, or BadBucketError if the stream is not a bucket."""
     bucket.check(state, direct=False)
-    left_out: dict[str, Any] = dict.fromkeys(vars(StreamConfig()))
-    given = StreamConfig(**left_out | {_FIELDS[option]: want for option, want in wanted.items()})
     with malformed_as_error(bucket.what):
-        fields = config_diff(given, state.config)
-    if not state.config.get("subject_delete_marker_ttl"):
+        fields = config_diff(only(wanted), state.config)
+    if not state.marker_ttl:
         fields.pop("subject_delete_marker_ttl", None)  # it is turned on
     if fields:
         diff = {option: fields[field] for option, field in _FIELDS.items() if field in fields}

@@ -32,7 +32,7 @@ from jetstream_ext.protocol import advice
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import MSG_TTL
 from jetstream_ext.protocol.numbers import json_number, json_text
-from jetstream_ext.protocol.options import MAX_TTL
+from jetstream_ext.protocol.options import MAX_TTL, OPTIONS
 from jetstream_ext.text import plural
 
 _VERSION: Final = 1
@@ -177,14 +177,15 @@ class GroupStore:
                 "the group; use a bucket without one",
                 diff={"max_age": (0, state.config["max_age"])},
             )
-        lacks = [name for name in ("allow_direct", "allow_msg_ttl") if not state.config.get(name)]
+        lacks = {
+            option: OPTIONS[option].field for option in ("direct", "ttl") if not state.config.get(OPTIONS[option].field)
+        }
         if lacks:
-            options = [option for option, name in advice.STREAM_OPTIONS.items() if name in lacks]
             what = plural(len(lacks), "it", "them")
             raise StreamConfigMismatchError(
-                f"group {self.group!r}: bucket {self.bucket.name!r} lacks {' and '.join(lacks)}, which a group needs for its "
-                f"members' keys; {advice.enable_bucket(self.bucket.name, *options, what=what)}",
-                diff=dict.fromkeys(lacks, (True, False)),
+                f"group {self.group!r}: bucket {self.bucket.name!r} lacks {' and '.join(lacks.values())}, which a group needs for "
+                f"its members' keys; {advice.enable_bucket(self.bucket.name, *lacks, what=what)}",
+                diff=dict.fromkeys(lacks.values(), (True, False)),
             )
 
     def writer(self, key: str, what: str) -> FencedWriter:

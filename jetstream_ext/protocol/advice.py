@@ -8,19 +8,9 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 from jetstream_ext.errors import BatchError, ErrorCode, NoStreamError, ServerError, batch_refusal, reached_no_stream
-
-STREAM_OPTIONS: Final = {
-    "direct": "allow_direct",
-    "atomic": "allow_atomic",
-    "batched": "allow_batched",
-    "ttl": "allow_msg_ttl",
-}
-"""What ``jetstream-ext enable`` can turn on: the field of the stream's configuration for each of its options."""
+from jetstream_ext.protocol.options import OPTIONS
 
 _PLACEHOLDER: Final = "NAME"  # in a command, for a name that is not known or not printable
-
-EXPLAINED: Final = frozenset({ErrorCode.MESSAGE_TTL_DISABLED, ErrorCode.STREAM_MISMATCH})
-"""The refusals that `after_refusal` knows."""
 
 _DISABLED: Final[dict[int | None, tuple[str, str, str]]] = {
     ErrorCode.ATOMIC_DISABLED: ("atomic batches are disabled", "atomic", "them"),
@@ -33,7 +23,7 @@ CONNECTION_OPTIONS: Final[ContextVar[str]] = ContextVar("CONNECTION_OPTIONS", de
 
 
 def enable_command(stream: str, *options: str) -> str:
-    """Return the command that turns on `options` (keys of `STREAM_OPTIONS`) of a stream."""
+    """Return the command that turns on `options` (keys of `OPTIONS`) of a stream."""
     return _command("enable", stream, options)
 
 
@@ -43,11 +33,11 @@ def enable_bucket_command(bucket: str, *options: str) -> str:
 
 
 def enable_stream(stream: str, *options: str, what: str = "it", subject: str = "") -> str:
-    """Return how to turn on `options` (keys of `STREAM_OPTIONS`) of a stream.
+    """Return how to turn on `options` (keys of `OPTIONS`) of a stream.
 
     A stream that is not known ("") is described as the one that stores `subject`.
     """
-    fields = " and ".join(f"{STREAM_OPTIONS[option]}=True" for option in options)
+    fields = " and ".join(f"{OPTIONS[option].field}=True" for option in options)
     command = enable_command(stream or _PLACEHOLDER, *options)
     which = "" if stream else f", where {_PLACEHOLDER} is the stream that stores subject {subject!r}"
     return f"enable {what} with {fields} (jetstream_ext.ensure_stream) or '{command}'{which}"

@@ -24,7 +24,7 @@ class Feature:
     title: str  # its name in errors and in the documentation
     calls: str  # the calls of this library that need it
     since: str  # the first line of servers that has it
-    option: str = ""  # the field of the stream's configuration that enables it, if there is one
+    field: str = ""  # the field of the stream's configuration that enables it, if there is one
     older: str = ""  # what an older server does with a request for it
 
     @property
@@ -90,62 +90,62 @@ DIRECT_GET: Final = Feature(
     title="direct get",
     calls="`DirectGet.get`, `get_last`, `get_next`",
     since="2.10",
-    option="allow_direct",
+    field="allow_direct",
 )
 DIRECT_BATCH: Final = Feature(
     title="batched direct get",
     calls="`DirectGet.batch`, `scan`, `multi_last`, `get_at`, `log.LogReader`",
     since="2.11",
-    option="allow_direct",
+    field="allow_direct",
     older="answers with one message, often the wrong one",
 )
 MSG_TTL: Final = Feature(
     title="message TTL",
     calls="`msg_ttl=`, `ttl_headers`",
     since="2.11",
-    option="allow_msg_ttl",
+    field="allow_msg_ttl",
     older="stores the header and never expires the message",
 )
 DELETE_MARKERS: Final = Feature(
     title="delete markers",
     calls="`with_ttl(marker_ttl=)`, `marker_reason`",
     since="2.11",
-    option="subject_delete_marker_ttl",
+    field="subject_delete_marker_ttl",
     older="drops the option silently",
 )
 ATOMIC: Final = Feature(
     title="atomic batch",
     calls="`AtomicBatch`, `publish_atomic`",
     since="2.12",
-    option="allow_atomic",
+    field="allow_atomic",
     older="stores each message immediately, as an ordinary message",
 )
 ATOMIC_EOB: Final = Feature(
     title="end-of-batch marker",
     calls="used by `AtomicBatch` if available",
     since="2.14",
-    option="allow_atomic",
+    field="allow_atomic",
     older="2.12.0 stores the marker as a message; later 2.12 releases refuse it",
 )
 COUNTERS: Final = Feature(
     title="counter stream",
     calls="`ensure_stream`",
     since="2.12",
-    option="allow_msg_counter",
+    field="allow_msg_counter",
     older="drops the option silently",
 )
 SCHEDULES: Final = Feature(
     title="scheduled messages",
     calls="`ensure_stream`",
     since="2.12",
-    option="allow_msg_schedules",
+    field="allow_msg_schedules",
     older="drops the option silently",
 )
 FAST_INGEST: Final = Feature(
     title="fast ingest",
     calls="`FastPublisher`, `ingest`",
     since="2.14",
-    option="allow_batched",
+    field="allow_batched",
     older="stores every message, including pings, as a separate message",
 )
 CONSUMER_RESET: Final = Feature(
@@ -198,12 +198,12 @@ COUNTED_MARKER: Final = frozenset({"2.14.0", "2.14.1", "2.14.2"})
 START_TIME_LEVEL: Final = 2
 """Servers below this API level find a time (`start_time`, `up_to_time`) at another message if sequences were deleted."""
 
-BY_OPTION: Final = {
-    feature.option: feature
+BY_FIELD: Final = {
+    feature.field: feature
     for feature in FEATURES
-    if feature.option and feature.api_level and feature not in (DIRECT_BATCH, ATOMIC_EOB)
+    if feature.field and feature.api_level and feature not in (DIRECT_BATCH, ATOMIC_EOB)
 }
-"""The feature that each option of a stream's configuration enables, for options that some tested server lacks."""
+"""The feature that each field of a stream's configuration enables, for fields that some tested server lacks."""
 
 
 def api_level(release: str) -> int:

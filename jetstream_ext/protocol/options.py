@@ -1,4 +1,4 @@
-"""Checks of arguments, and the publish options as headers."""
+"""Checks of arguments, the publish options as headers, and what a stream or bucket must have for a feature."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import inspect
 import math
 from collections.abc import AsyncIterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.feature_table import ATOMIC, DIRECT_GET, FAST_INGEST, MSG_TTL, Feature
 from jetstream_ext.protocol.subjects import check_filter, check_name
 from jetstream_ext.text import counted, did_you_mean
 from jetstream_ext.types import NEVER, TTL, BatchMessage
@@ -299,3 +300,60 @@ def rfc3339(when: datetime, name: str) -> str:
         return when.astimezone(UTC).isoformat()  # in UTC, because RFC 3339 has no offsets with seconds
     except OverflowError:
         raise ValueError(f"{name} must be in the years 1 to 9999 in UTC, not {when!r}") from None
+
+
+OPTIONS: Final[Mapping[str, Feature]] = {
+    "direct": DIRECT_GET,
+    "atomic": ATOMIC,
+    "batched": FAST_INGEST,  # not of buckets
+    "ttl": MSG_TTL,
+    "spark": ATOMIC,  # only of buckets, with `marker_subjects`
+}
+"""What a stream or bucket can lack, as ``jetstream-ext enable`` and `kv.enable` call it: each option turns on the field of the
+stream's configuration that its feature names."""
+
+_RULED_OUT: Final = (
+    ("persist_mode", ("allow_atomic",), "it persists asynchronously"),
+    ("allow_msg_counter", ("allow_msg_ttl",), "it holds counters"),
+    ("no_ack", ("allow_atomic", "allow_batched"), "it has no_ack, so the server does not confirm what it has stored"),
+    ("mirror", ("allow_atomic", "allow_batched"), "it is a mirror"),
+    ("sealed", ("allow_atomic", "allow_batched", "allow_msg_ttl"), "it is sealed, so it takes no messages"),
+)
+"""Fields of a configuration, with those that a stream can never have beside them, and why; the last reason counts."""
+
+
+def ruled_out(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return which fields that enable a feature a stream of this configuration can never have, and why."""
+    return {
+        field: why
+        for given, fields, why in _RULED_OUT
+        if (config.get(given) or "default") != "default"
+        for field in fields
+    }
+
+
+def bucket_fields(bucket: str, **options: bool) -> dict[str, Any]:
+    """Return the fields that these `OPTIONS` turn on in a bucket's stream; raise TypeError unless each is True or False."""
+    for option, value in options.items():
+        check_bool(value, f"bucket {bucket!r}: {option}")
+    return {OPTIONS[option].field: True for option, value in options.items() if value}
+
+
+def marker_fields(ttl: TTL, name: str) -> dict[str, Any]:
+    """Return the fields of a stream that writes delete markers with a TTL: those that servers turn on together.
+
+    Raises ValueError or TypeError, with the `name` of the argument, if the TTL is invalid.
+    """
+    if ttl is NEVER:
+        raise ValueError(f"{name} must be finite: servers have no delete markers without expiry")
+    return {
+        "allow_msg_ttl": True,
+        "allow_rollup_hdrs": True,
+        "deny_purge": False,
+        "subject_delete_marker_ttl": int(ttl_value(ttl)),
+    }
+
+
+def marker_subjects(stream: str) -> str:
+    """Return where Spark's sink keeps its markers in a bucket's stream."""
+    return f"_spark.{stream}.>"

@@ -21,7 +21,6 @@ from jetstream_ext.client.api import Api
 from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.errors import FencedError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.enabling import marker_subjects
 from jetstream_ext.kv.entries import ROLLUP_HEADERS
 from jetstream_ext.kv.limits import drops_oldest
 from jetstream_ext.protocol import advice
@@ -29,7 +28,7 @@ from jetstream_ext.protocol import dead_letters as letters
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.feature_table import ATOMIC
-from jetstream_ext.protocol.subjects import covers
+from jetstream_ext.protocol.options import marker_subjects
 from jetstream_ext.spark.bad_rows import BadRow, BadRows, check_dead_letters, log_bad_rows
 from jetstream_ext.spark.buckets import bucket_state
 from jetstream_ext.spark.connection import connected, run_on_driver
@@ -290,7 +289,7 @@ async def check_target(
     missing = []
     if not config.get("allow_atomic"):
         missing.append(f"atomic batches are off (allow_atomic, nats-server {ATOMIC.since})")
-    if not any(covers(subject, markers) for subject in state.subjects):
+    if not state.stores(markers):
         missing.append(f"its stream does not store {markers!r}, where the sink keeps its markers")
     if missing:
         how = advice.enable_bucket(options.bucket, "spark")

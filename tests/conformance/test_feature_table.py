@@ -218,15 +218,15 @@ async def refuses(call: Awaitable[Any], feature: Feature, server: NatsServer) ->
     assert refused.value.server_version == server.version
 
 
-@pytest.mark.parametrize("feature", feature_table.BY_OPTION.values(), ids=lambda feature: feature.option)
+@pytest.mark.parametrize("feature", feature_table.BY_FIELD.values(), ids=lambda feature: feature.field)
 async def test_ensure_stream_sets_or_refuses_an_option(
     old: NatsServer, nc: Client, name: str, feature: Feature
 ) -> None:
     js = nc.jetstream()
-    wanted = {feature.option: 60 if feature is feature_table.DELETE_MARKERS else True}
+    wanted = {feature.field: 60 if feature is feature_table.DELETE_MARKERS else True}
     if feature.on(line(old)):
         info = await jsx.ensure_stream(js, name=name, subjects=[f"{name}.>"], allow_rollup_hdrs=True, **wanted)
-        assert getattr(info.config, feature.option)
+        assert getattr(info.config, feature.field)
         await jsx.ensure_stream(js, name=name, subjects=[f"{name}.>"], **wanted)
     else:
         call = jsx.ensure_stream(js, name=name, subjects=[f"{name}.>"], **wanted)
@@ -238,8 +238,8 @@ async def test_ensure_stream_sets_or_refuses_an_option(
 async def test_ensure_stream_enables_the_features_of_the_server(old: NatsServer, nc: Client, name: str) -> None:
     js = nc.jetstream()
     await js.add_stream(name=name, subjects=[f"{name}.>"])
-    flags = [f for f in feature_table.FEATURES if f.option.startswith("allow_") and f is not feature_table.COUNTERS]
-    wanted = {feature.option: True for feature in flags if feature.on(line(old))}
+    flags = [f for f in feature_table.FEATURES if f.field.startswith("allow_") and f is not feature_table.COUNTERS]
+    wanted = {feature.field: True for feature in flags if feature.on(line(old))}
     info = await jsx.ensure_stream(js, name=name, **wanted)
     assert all(getattr(info.config, option) for option in wanted)
 

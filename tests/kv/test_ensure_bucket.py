@@ -40,13 +40,13 @@ async def config_of(js: JetStreamContext, name: str) -> StreamConfig:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was asked of the JetStream API."""
-    asked, ask = [], kvx.enabling.Api.ask
+    asked, ask = [], kvx.creation.Api.ask
 
     async def listen(self: Any, what: str, body: Any = None, **options: Any) -> Any:
         asked.append(what.split(".KV_")[0])
         return await ask(self, what, body, **options)
 
-    monkeypatch.setattr(kvx.enabling.Api, "ask", listen)
+    monkeypatch.setattr(kvx.creation.Api, "ask", listen)
     return asked
 
 
