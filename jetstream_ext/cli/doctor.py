@@ -46,9 +46,6 @@ class _Needs:
     tasks: tuple[str, ...]
     stream: str | None
 
-    def __bool__(self) -> bool:
-        return bool(self.options or self.tasks)
-
     def of(self, stream: str) -> list[str]:
         """Return the options that a stream needs."""
         is_bucket = stream.startswith(_KV)

@@ -13,7 +13,7 @@ from nats.js import JetStreamContext
 from nats.js.api import DEFAULT_PREFIX, PersistMode, StreamConfig, StreamInfo, StreamSource
 from nats.js.errors import APIError, NotFoundError
 
-from jetstream_ext.client.api import Api, malformed_as_error
+from jetstream_ext.client.api import Api, malformed_as_error, stream_names
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.stream_options import (
     STREAM_RANGES,
@@ -240,8 +240,7 @@ async def _overlap_error(
     holders: dict[str, str] = {}
     for subject in subjects:
         with suppress(nats.errors.Error, APIError):  # the refusal alone is better than another error
-            names = (await api.ask("STREAM.NAMES", {"subject": subject})).get("streams")
-            holders |= {str(name): subject for name in names or ()}
+            holders |= dict.fromkeys(await stream_names(api, subject), subject)
     found = ", ".join(f"stream {name!r} stores messages on {subject!r}" for name, subject in sorted(holders.items()))
     advice = f"a subject belongs to one stream, so that a message is stored once: {remedy.format(min(holders, default='...'))}"
     text = f"{what}: nothing was created: {found or refusal.description}; {advice}"
@@ -263,9 +262,7 @@ def _without_own_domain(config: StreamConfig, context: Context) -> StreamConfig:
 
 async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
     """Turn on the ``allow_*`` options that an existing stream lacks, or raise if it differs in anything else."""
-    with malformed_as_error(f"stream {wanted.name!r}"):
-        found = _stream_info(info)
-        diff = config_diff(wanted, info["config"])
+    found, diff = _compared(wanted, info)
     missing = [name for name, (want, _) in diff.items() if name.startswith("allow_") and want]
     if other := {name: values for name, values in diff.items() if name not in missing}:
         raise StreamConfigMismatchError(
@@ -283,9 +280,7 @@ async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> Strea
 
 def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
     """Return the stream that was created or changed, or raise if it is not as wanted."""
-    with malformed_as_error(f"stream {wanted.name!r} (which was created or updated)"):
-        found = _stream_info(info)
-        diff = config_diff(wanted, info["config"])
+    found, diff = _compared(wanted, info, " (which was created or updated)")
     if diff:
         lacking = f"stream {wanted.name!r} was created or updated without this feature"
         check_leader(api.context, info["config"], needed_features(wanted, diff), lacking)
@@ -319,7 +314,7 @@ def config_diff(wanted: StreamConfig, found: Mapping[str, Any]) -> dict[str, tup
         name for name, value in vars(wanted).items() if value or (value is not None and name != "duplicate_window")
     ]
     different = [name for name in given if not _is_same(name, asked.get(name), found.get(name))]
-    shown = read_config(found)
+    shown = _read_config(found)
     return {name: (getattr(wanted, name), getattr(shown, name)) for name in different}
 
 
@@ -335,8 +330,9 @@ def _canonical(name: str, value: Any) -> Any:
     """Return the value of a field of a configuration in the one form that all values have that mean the same."""
     if isinstance(value, list | tuple):
         values = [_canonical(name, each) for each in value]
-        has_order = name not in ("subjects", "sources", "tags")
-        return (values if has_order else sorted(values, key=_sorted_json)) or None
+        if name in ("subjects", "sources", "tags"):  # their order has no meaning
+            values.sort(key=lambda each: orjson.dumps(each, option=orjson.OPT_SORT_KEYS))
+        return values or None
     if isinstance(value, dict):
         kept = {field: inner for field, given in value.items() if (inner := _canonical(field, given))}
         return {"src": ">", "dest": ">", **kept} if name == "republish" else kept or None
@@ -345,11 +341,7 @@ def _canonical(name: str, value: Any) -> Any:
     return value or _DEFAULTS.get(name)  # servers leave out what is empty
 
 
-def _sorted_json(value: object) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-
-
-def read_config(config: Mapping[str, Any]) -> StreamConfig:
+def _read_config(config: Mapping[str, Any]) -> StreamConfig:
     """Return a server's configuration as nats-py has it."""
     copy = orjson.loads(orjson.dumps(config))  # nats-py reads it in place
     for entry in (copy.get("mirror") or {}, *(copy.get("sources") or ())):
@@ -359,11 +351,15 @@ def read_config(config: Mapping[str, Any]) -> StreamConfig:
     return read
 
 
-def _stream_info(answer: dict[str, Any]) -> StreamInfo:
-    check_config(answer["config"])
-    info: StreamInfo = StreamInfo.from_response(orjson.loads(orjson.dumps(answer | {"config": {}})))
-    info.config = read_config(answer["config"])
-    return info
+def _compared(
+    wanted: StreamConfig, info: dict[str, Any], done: str = ""
+) -> tuple[StreamInfo, dict[str, tuple[Any, Any]]]:
+    """Return a server's answer as nats-py has it, and `config_diff`; errors add what is `done`."""
+    with malformed_as_error(f"stream {wanted.name!r}{done}"):
+        check_config(info["config"])
+        found: StreamInfo = StreamInfo.from_response(orjson.loads(orjson.dumps(info | {"config": {}})))
+        found.config = _read_config(info["config"])
+        return found, config_diff(wanted, info["config"])
 
 
 def _how_to_change(diff: Mapping[str, tuple[Any, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Final, Literal, TypedDict, Unpack
@@ -22,13 +23,14 @@ from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.limits import known_since, limits_of, with_record
 from jetstream_ext.protocol.api import StreamState, check_config
 from jetstream_ext.protocol.options import bucket_fields, check_unicode, marker_fields, marker_subjects
-from jetstream_ext.protocol.subjects import bucket_prefix, bucket_stream, is_bucket_name
+from jetstream_ext.protocol.subjects import bucket_prefix, bucket_stream
 from jetstream_ext.text import get_logger
 
 _log = get_logger("kv")
 
 # Each update is followed by a look at the result. Two are the most that a bucket needs: its options, then the record.
 _MAX_UPDATES: Final = 6
+_NAME: Final = re.compile(r"[-_a-zA-Z0-9]{1,252}")  # ADR-8; the name of its stream has at most 255 characters
 _RANGES: Final = {
     "history": (1, 64),  # ADR-8: clients refuse more
     "max_value_size": STREAM_RANGES["max_msg_size"],
@@ -188,7 +190,7 @@ async def enable(
 def _check_bucket_name(name: str) -> None:
     if not isinstance(name, str):
         raise TypeError(f"the name of a bucket must be str, not {type(name).__name__}")
-    if not is_bucket_name(name):
+    if not _NAME.fullmatch(name):
         raise nats.js.errors.InvalidBucketNameError(
             f"bucket {name[:64]!r}: the name of a bucket must have 1 to 252 characters of [A-Za-z0-9_-]"
         )

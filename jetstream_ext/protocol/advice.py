@@ -44,13 +44,9 @@ def enable_stream(stream: str, *options: str, what: str = "it", subject: str = "
 
 
 def after_refusal(code: int | None, stream: str, subject: str, expected: Collection[str] = ()) -> str:
-    """Return what to say after the refusal of a message with this ``err_code``, to append to its error; or "".
+    """Return what to append to the error of a message that was refused with this ``err_code``, or "".
 
-    Args:
-        code: The server's error code.
-        stream: The stream that has refused it, or "" if it is not known.
-        subject: A subject that the stream stores.
-        expected: The streams that messages of the batch expect.
+    The arguments are those of `refused`.
     """
     if code == ErrorCode.MESSAGE_TTL_DISABLED:
         what = f"TTLs on stream {stream!r}" if stream else "TTLs"
@@ -77,7 +73,7 @@ def refused(
     unreachable: str | None = None,
     **facts: Any,
 ) -> BatchError:
-    """Return the error of a batch of which the server refused `what`.
+    """Return the error of a batch of which the server refused `what`, when `stored` of it is stored.
 
     Args:
         error: The refusal.
@@ -86,7 +82,7 @@ def refused(
         subject: The subject of what was refused.
         stream: The stream that stores it, or "" if it is not known.
         expected: The streams that messages of the batch expect.
-        more: What else to say; "": what there is to say after every such refusal.
+        more: What else to say; "": `after_refusal`.
         unreachable: Why perhaps no JetStream answers, or ""; None: the refusal cannot say that no stream has the subject.
         facts: The keywords of `BatchError`.
     """

@@ -16,7 +16,6 @@ NOT_INDEXED: Final = "\x7f"
 """Servers from 2.11 to 2.15 store subjects with this character, and find them only by sequence, not by a filter."""
 
 _LONGEST_NAME: Final = 255  # in every server; it cannot be configured
-_BUCKET: Final = re.compile(r"[-_a-zA-Z0-9]+")
 
 
 def check_type(text: str, what: str) -> None:
@@ -56,11 +55,6 @@ def check_name(name: str, what: str) -> None:
         raise BadSubjectError(f"{what} {name[:64]!r}… is longer than the {_LONGEST_NAME} bytes that servers accept")
     if not set(".*>/\\").isdisjoint(name):
         raise BadSubjectError(f"{what} {name!r} has one of . * > / \\, which are not allowed in a name")
-
-
-def is_bucket_name(name: str) -> bool:
-    """Whether `name` can name a bucket (ADR-8) whose stream's name servers accept."""
-    return _BUCKET.fullmatch(name) is not None and len(bucket_stream(name)) <= _LONGEST_NAME
 
 
 def covers(wide: str, narrow: str) -> bool:
