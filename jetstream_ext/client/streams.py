@@ -262,7 +262,7 @@ def _without_own_domain(config: StreamConfig, context: Context) -> StreamConfig:
 
 async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
     """Turn on the ``allow_*`` options that an existing stream lacks, or raise if it differs in anything else."""
-    found, diff = _compared(wanted, info)
+    found, diff = _compared(f"stream {wanted.name!r}", wanted, info)
     missing = [name for name, (want, _) in diff.items() if name.startswith("allow_") and want]
     if other := {name: values for name, values in diff.items() if name not in missing}:
         raise StreamConfigMismatchError(
@@ -280,7 +280,7 @@ async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> Strea
 
 def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
     """Return the stream that was created or changed, or raise if it is not as wanted."""
-    found, diff = _compared(wanted, info, " (which was created or updated)")
+    found, diff = _compared(f"stream {wanted.name!r} (which was created or updated)", wanted, info)
     if diff:
         lacking = f"stream {wanted.name!r} was created or updated without this feature"
         check_leader(api.context, info["config"], needed_features(wanted, diff), lacking)
@@ -351,11 +351,9 @@ def _read_config(config: Mapping[str, Any]) -> StreamConfig:
     return read
 
 
-def _compared(
-    wanted: StreamConfig, info: dict[str, Any], done: str = ""
-) -> tuple[StreamInfo, dict[str, tuple[Any, Any]]]:
-    """Return a server's answer as nats-py has it, and `config_diff`; errors add what is `done`."""
-    with malformed_as_error(f"stream {wanted.name!r}{done}"):
+def _compared(what: str, wanted: StreamConfig, info: dict[str, Any]) -> tuple[StreamInfo, dict[str, tuple[Any, Any]]]:
+    """Return a server's answer as nats-py has it, and `config_diff`; `what` it is about."""
+    with malformed_as_error(what):
         check_config(info["config"])
         found: StreamInfo = StreamInfo.from_response(orjson.loads(orjson.dumps(info | {"config": {}})))
         found.config = _read_config(info["config"])
