@@ -52,6 +52,8 @@ async def test_enable_refuses_invalid_ttls_and_missing_buckets(make_bucket) -> N
     for wrong in (0, 0.5, -3):
         with pytest.raises(ValueError, match="TTL"):
             await kvx.enable(kv, ttl=wrong)
+    with pytest.raises(ValueError, match="ttl must be finite"):
+        await kvx.enable(kv, ttl=jsx.NEVER)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         await kvx.enable(kv, ttl="1m")  # type: ignore[arg-type]
     await kv._js.delete_key_value(kv._name)
