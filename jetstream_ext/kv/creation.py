@@ -225,7 +225,12 @@ async def _create(bucket: Bucket, api: Api, config: StreamConfig, fields: Mappin
     """Create the bucket's stream, to have `fields`; return False if another client has created it meanwhile."""
     remedy = "give the bucket another name, or remove the subject from the stream"
     features = needed_features(only(fields))
-    return await create_stream(api, bucket.what, config.as_dict(), features, remedy) is not None
+    answer = await create_stream(api, bucket.what, config.as_dict(), features, remedy)
+    if answer is None:
+        return False
+    with malformed_as_error(f"bucket {bucket.name!r} (which was created)"):
+        check_config(answer["config"])
+    return True
 
 
 async def _turn_on(
