@@ -179,46 +179,18 @@ def test_every_input_in_every_state(caplog: pytest.LogCaptureFixture) -> None:
             assert caplog.messages == ([] if after is state else said), where
 
 
-class TestGroup:
-    """Reads that are merged."""
-
-    def script(self, readers: int) -> tuple[Script, Group]:
-        group = Group(readers)
-        return Script(Scan(subject="a", up_to_seq=9, batch=2, max_bytes=MIB, group=group)), group
-
-    @walk("readers", [MAX_IN_FLIGHT, MAX_IN_FLIGHT + 1])
-    def test_only_a_few_reads_ask_for_more_before_their_rows_are_taken(self, readers: int) -> None:
-        script, _ = self.script(readers)
-        script.act()
-        script.machine.receive(script.sent[0], reply([1, 2], 2), script.now)
-        kinds = [type(script.machine.next_action(0.0)) for _ in range(4)]
-        assert kinds == [
-            DropReply,
-            *((Deliver, SendRequest) if readers > MAX_IN_FLIGHT else (SendRequest, Deliver)),
-            Wait,
-        ]
+@walk("readers", [None, MAX_IN_FLIGHT, MAX_IN_FLIGHT + 1])
+def test_only_a_few_merged_reads_ask_for_more_before_their_rows_are_taken(readers: int | None) -> None:
+    group = None if readers is None else Group(readers)
+    script = Script(Scan(subject="a", up_to_seq=9, batch=2, max_bytes=MIB, group=group))
+    script.act()
+    script.machine.receive(script.sent[0], reply([1, 2], 2), script.now)
+    kinds = [type(script.machine.next_action(0.0)) for _ in range(4)]
+    lazy = readers is not None and readers > MAX_IN_FLIGHT
+    assert kinds == [DropReply, *((Deliver, SendRequest) if lazy else (SendRequest, Deliver)), Wait]
 
 
 class TestReading:
-    def test_rows_are_delivered_after_the_next_request_is_sent(self) -> None:
-        script = Script(scan())
-        script.act()
-        machine, first = script.machine, script.sent[0]
-        machine.receive(first, reply([1, 2, 3, 4], 2), script.now)
-        kinds = [type(machine.next_action(0.0)) for _ in range(4)]
-        assert kinds == [DropReply, SendRequest, Deliver, Wait]
-
-    def test_replies_are_decoded_in_order_whatever_comes_first(self) -> None:
-        script = Script(scan(prefetch=2))
-        assert isinstance(script.answer(reply([1, 2, 3, 4], 8)), Wait)
-        second, third = script.plan.in_flight
-        script.machine.receive(third, reply([9, 10, 11, 12]), script.now)
-        assert isinstance(script.act(), Wait)
-        assert script.delivered == [1, 2, 3, 4]
-        script.machine.receive(second, reply([5, 6, 7, 8], 4), script.now)
-        assert script.act() == Done()
-        assert script.delivered == list(range(1, 13))
-
     @walk("plan, most", [
         (scan(), 4), (scan(up_to=2), 2), (one_reply(3), 3), (one_reply(1000, 9000), 100),
         (MultiLast(Request(multi_last=("a",), max_bytes=9000)), range_read._MOST_ROWS),
@@ -274,20 +246,6 @@ class TestSilence:
         assert len(script.sent) == 2
         assert script.now == 1.5 * TIMEOUT, "the whole time after the last message"
 
-    def test_of_the_repetition_as_well_ends_the_read_in_time(self) -> None:
-        script = Script(scan())
-        script.expire()
-        error = failure(script.expire())
-        assert "no answer to a direct get within 5 s" in str(error)
-        assert (script.now, len(script.sent)) == (TIMEOUT, 2)
-
-    def test_is_repeated_also_after_the_connection_was_lost(self) -> None:
-        script = Script(scan())
-        script.lose()
-        assert script.expire() == Wait(TIMEOUT)
-        assert len(script.sent) == 3
-        assert script.answer(reply([1])) == Done()
-
     @walk("silences", [0, 1])
     @walk("make", [lambda: scan(up_to=3), lambda: one_reply(3)])
     def test_after_the_last_message_ends_the_read_soon(self, make: Callable[[], Plan], silences: int) -> None:
@@ -332,12 +290,6 @@ class TestSilence:
 
 
 class TestConnection:
-    def test_a_second_loss_at_the_same_place_is_an_error(self) -> None:
-        script = Script(one_reply(max_bytes=1000))
-        for _ in range(2):
-            script.lose()
-        assert isinstance(failure(script.act()), errors.MessagesLostError)
-
     def test_a_new_message_allows_another_loss(self) -> None:
         script = Script(one_reply(max_bytes=1000))
         for seq in range(1, 4):
@@ -380,14 +332,6 @@ class TestConnection:
         assert script.answer(reply([5, 6, 7])) == Done()
         assert (script.delivered, script.plan.end) == ([1, 2, 5, 6, 7], EndOfBatch(0, 7))
 
-    def test_a_request_that_could_not_be_sent_leaves_the_repetition(self) -> None:
-        script = Script(scan())
-        script.machine.next_action(0.0)
-        script.machine.not_sent(script.plan.in_flight[0], nats.errors.ConnectionReconnectingError())
-        script.reconnect()
-        script.lose()
-        assert script.answer(reply([1])) == Done()
-
     def test_requests_that_cannot_be_sent_for_the_timeout_are_an_error(self) -> None:
         script = Script(scan())
         error = nats.errors.ConnectionReconnectingError()
@@ -401,17 +345,8 @@ class TestConnection:
         assert failure(action) is error
         assert TIMEOUT <= script.now <= 1.5 * TIMEOUT
 
-    def test_the_second_loss_of_a_closed_connection_is_its_error(self) -> None:
-        script = Script(scan())
-        script.lose()
-        script.lose(closed := nats.errors.ConnectionClosedError())
-        assert failure(script.act()) is closed
-
 
 class TestNoResponder:
-    def test_before_the_first_answer_it_is_an_error(self) -> None:
-        assert isinstance(failure(Script(scan()).answer([status("503")])), errors.DirectGetDisabledError)
-
     @walk("allowed", [False, True])
     def test_it_is_retried_for_the_timeout_if_the_stream_allows_direct_gets(self, allowed: bool) -> None:
         """It does if a responder has answered."""
@@ -430,17 +365,6 @@ class TestNoResponder:
 
 
 class TestProof:
-    def test_a_lagging_replica_is_asked_again_after_a_pause(self) -> None:
-        script = Script(scan(9), 9)
-        script.answer(reply([1]))
-        assert isinstance(script.leader(2), Wait)
-        assert script.delivered == [1], "what the leader has does not count"
-        script.pause()
-        script.act()
-        assert script.sent[-1].request.seq == 2
-        assert script.answer(reply([2, 3, 4, 9])) == Done()
-        assert script.delivered == [1, 2, 3, 4, 9]
-
     def test_a_replica_that_stays_behind_is_an_error_that_says_what_is_missing(self) -> None:
         script = Script(scan(9), 9)
         script.answer(reply([1]))
@@ -477,12 +401,6 @@ class TestProof:
 
 
 class TestProvedBatch:
-    @walk("batch, seqs, pending", [(2, [1, 2], 9), (5, [1], 4)])
-    def test_a_batch_that_its_own_limits_end_is_complete(self, batch: int, seqs: list[int], pending: int) -> None:
-        script = Script(one_reply(batch), 9)
-        assert script.answer(reply(seqs, pending)) == Done()
-        assert script.delivered == seqs
-
     @walk("found, pending", [(None, 0), (10, 0), (9, 1)])
     def test_the_leader_says_whether_more_follows_a_full_batch(self, found: int | None, pending: int) -> None:
         """A replica that lags counts nothing."""
@@ -500,68 +418,20 @@ class TestProvedBatch:
         assert script.answer(reply([2], 7)) == Done()
         assert script.delivered == [1, 2]
 
-    def test_nothing_found_is_proved(self) -> None:
-        script = Script(one_reply(5), 3)
-        script.answer(reply([]))
-        assert script.leader(None) == Done()
-        assert script.plan.end is not None
-        assert (script.delivered, script.plan.end.last_seq, script.plan.end.found) == ([], 0, False)
 
-
-each_plan = walk(
-    "make", [lambda seconds: scan(batch=9, seconds=seconds), lambda seconds: one_reply(9, seconds=seconds)]
-)
-
-
-class TestUpToTime:
-    """The range ends before the first message that is stored later; message 5 is stored at 5 s."""
-
-    @each_plan
-    def test_rows_after_it_end_the_read_and_are_pending(self, make: Callable[[int], Plan]) -> None:
-        for proved in (None, 99):
-            script = Script(make(5), proved)
-            assert script.answer(reply([3, 5, 6, 9], 2)) == Done()
-            assert (script.delivered, script.plan.end) == ([3, 5], EndOfBatch(4, 5))
-
-    @each_plan
-    def test_only_rows_after_it_are_an_empty_range(self, make: Callable[[int], Plan]) -> None:
-        for proved in (None, 99):
-            script = Script(make(5), proved)
-            assert script.answer(reply([6, 9], 2)) == Done()
-            assert script.delivered == []
-            assert script.plan.end is not None
-            assert (script.plan.end.num_pending, script.plan.end.last_seq) == (4, 0)
-
-    @each_plan
-    def test_no_row_after_it_ends_a_read_that_is_not_proved(self, make: Callable[[int], Plan]) -> None:
-        script = Script(make(5))
-        assert script.answer(reply([3, 4])) == Done()
-        assert (script.delivered, script.plan.end) == ([3, 4], EndOfBatch(0, 4))
-
-    @each_plan
-    def test_the_leader_proves_that_its_next_message_is_later(self, make: Callable[[int], Plan]) -> None:
-        for found in (None, 6, 99):
-            script = Script(make(5), 20)
-            script.answer(reply([3, 4]))
-            assert script.leader(found) == Done()
-            assert (script.delivered, script.plan.end) == ([3, 4], EndOfBatch(0, 4))
-        script = Script(make(5), 20)
-        script.answer(reply([3, 4]))
-        assert isinstance(script.leader(5), Wait)
-        script.pause()
-        assert script.answer(reply([5, 6])) == Done()
-        assert script.delivered == [3, 4, 5]
-
-    @each_plan
-    def test_the_end_of_the_reply_is_not_needed(self, make: Callable[[int], Plan]) -> None:
-        for seqs in ([3, 4], []):
-            script = Script(make(5), 20)
-            script.answer(reply([*seqs, 6, 7], 2)[:-1])
-            assert script.expire() == Done()
-            assert script.now == PAUSE
-            assert script.delivered == seqs
-            assert script.plan.end is not None
-            assert (script.plan.end.num_pending, script.plan.end.last_seq) == (4, max(seqs, default=0))
+@walk("make", [lambda: scan(batch=9, seconds=5), lambda: one_reply(9, seconds=5)])
+@walk("seqs, whole", [([3, 4], True), ([3, 4], False), ([], True), ([], False)])
+def test_rows_after_the_time_end_the_read_and_are_pending(
+    make: Callable[[], Plan], seqs: list[int], whole: bool
+) -> None:
+    """The end of the reply is not needed; message 6 is stored at 6 s."""
+    script = Script(make(), 20)
+    frames = reply([*seqs, 6, 7], 2)
+    done = script.answer(frames if whole else frames[:-1])
+    assert (done if whole else script.expire()) == Done()
+    assert (script.now, script.delivered) == (0.0 if whole else PAUSE, seqs)
+    assert script.plan.end is not None
+    assert (script.plan.end.num_pending, script.plan.end.last_seq) == (4, max(seqs, default=0))
 
 
 # -- a model cluster ----------------------------------------------------------------------------------------------------

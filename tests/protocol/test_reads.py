@@ -10,7 +10,7 @@ from cells import walk
 from direct_replies import eob, row
 
 from jetstream_ext.protocol import reads
-from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
+from jetstream_ext.protocol.direct import EndOfBatch, Request
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import AwaitConnection, Deliver, Done, DropReply, RangeRead, SendRequest, Wait
 from jetstream_ext.protocol.reads import MAX_IN_FLIGHT, Group, Link, Scan, SentRequest
@@ -166,15 +166,6 @@ def test_a_very_slow_link_is_recognised(size: int, latency: float, subject: str 
     assert all(wait < 1.5 for sent, wait in path.waits if sent > 2 * path.waits[0][1] + 5)
 
 
-def test_a_link_that_becomes_slow_is_noticed() -> None:
-    link = link_of(200e6)
-    path = Path(300, 100_000, 1e6, 0.01, link=link)
-    path.run()
-    first = path.waits[0][1]
-    assert first > 5, "the first requests rely on what is known"
-    assert all(wait < 0.8 for sent, wait in path.waits if sent > 3 * first)
-
-
 def test_a_link_lets_requests_shrink_with_each_loss_to_a_floor() -> None:
     link = Link()
     most = []
@@ -249,19 +240,6 @@ def test_requests_follow_the_size_of_the_messages() -> None:
     tiny = Path(6000, 1, link=link_of(1e12))
     tiny.run(max_bytes=1 << 20, prefetch=1)
     assert [request.batch for request in tiny.requests] == [1000, 4000, 16000]
-
-
-def test_two_empty_replies_end_the_scan() -> None:
-    plan = Scan(batch=2, max_bytes=100, prefetch=1)
-    for end in (EndOfBatch(2, 2), NOT_FOUND, NOT_FOUND):
-        assert not plan.done
-        ask = plan.next_request()
-        assert ask is not None
-        if end.found:
-            plan.accept(ask, Block("S", [1, 2], [b""] * 2, [0] * 2), 1, end.num_pending)
-        plan.finish(ask, end)
-    assert plan.done
-    assert plan.end == EndOfBatch(0, 2, found=False)
 
 
 def test_an_empty_range_sends_no_request() -> None:
