@@ -63,7 +63,7 @@ def version(server: NatsServer) -> tuple[int, ...]:
 def batches(version: tuple[int, ...]) -> None:
     """Skip tests of batched direct gets on older servers; test_direct_versions.py tests those."""
     if version < (2, 11):
-        pytest.skip("this server has no batches; see TestBefore211")
+        pytest.skip("this server has no batches")
 
 
 @pytest.fixture

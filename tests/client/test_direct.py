@@ -1,7 +1,8 @@
 """Direct gets from a real server: answers, refusals, cancellation and lost connections."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -9,13 +10,13 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
-from client_cells import each
+from client_cells import each, named
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 import jetstream_ext as jsx
-from jetstream_ext import errors
+from jetstream_ext import arrow, errors
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -56,64 +57,17 @@ async def test_min_seq_times_out_if_the_write_never_happens(js: JetStreamContext
         assert timeout < 30, said
 
 
-class TestBatch:
-    async def test_a_batch_sends_one_request(self, direct: jsx.DirectGet, stream: str) -> None:
-        batch = direct.batch(2, seq=4)
+async def test_a_batch_is_read_in_parts_and_by_several_tasks(direct: jsx.DirectGet) -> None:
+    async with direct.batch(5) as batch:
         assert (batch.num_pending, batch.last_seq, batch.up_to_seq) == (None, None, None)
-        messages = await batch.to_list()
-        assert [(m.seq, m.subject, m.data) for m in messages] == [(4, f"{stream}.a", b"4"), (5, f"{stream}.b", b"5")]
-        assert [(m.num_pending, m.last_seq) for m in messages] == [(8, 0), (7, 4)]
-        assert (batch.num_pending, batch.last_seq, batch.up_to_seq) == (7, 5, None)
-
-    async def test_a_batch_is_an_async_context_manager(self, direct: jsx.DirectGet) -> None:
-        async with direct.batch(3) as messages:
-            assert [message.seq async for message in messages] == [1, 2, 3]
-            assert [message.seq async for message in messages] == []
-            assert await messages.to_list() == []
-
-    async def test_to_list_returns_the_remaining_messages(self, direct: jsx.DirectGet) -> None:
-        batch = direct.batch(5)
         assert (await anext(batch)).seq == 1
         assert await seqs(batch) == [2, 3, 4, 5]
-
-    async def test_two_reads_run_at_the_same_time(self, direct: jsx.DirectGet) -> None:
-        results = await asyncio.gather(*(seqs(direct.scan(batch=3)) for _ in range(10)))
-        assert results == [list(range(1, 13))] * 10
-
-
-class TestContent:
-    async def test_empty_payloads_and_headers_are_ordinary(self, js: JetStreamContext, make_stream: MakeStream) -> None:
-        name = await make_stream()
-        headers = {"K": "v", "Empty": "", "Unicode": "ä→ß", "Colon": "a: b", "Nats-Msg-Id": "id1"}
-        await js.publish(f"{name}.a", b"", headers=headers)
-        await js.publish(f"{name}.b", b"")
-        await js.publish(f"{name}.c", b"\r\n\x00MSG a 1 5\r\n", headers={"K": "w"})
-        direct = jsx.DirectGet(js, name)
-        for messages in (
-            await direct.batch(9).to_list(), await direct.scan().to_list(), [await direct.get(seq) for seq in (1, 2, 3)],
-            await direct.multi_last([f"{name}.>"]).to_list(),
-        ):  # fmt: skip
-            assert [m.headers for m in messages] == [headers, {}, {"K": "w"}]
-            assert [m.data for m in messages] == [b"", b"", b"\r\n\x00MSG a 1 5\r\n"]
-
-    async def test_a_mirror_answers_with_its_own_name(
-        self, js: JetStreamContext, stream: str, stream_name: Callable[[], str]
-    ) -> None:
-        mirror = stream_name()
-        await js.add_stream(name=mirror, mirror=nats.js.api.StreamSource(name=stream), allow_direct=True)
-        async with asyncio.timeout(60):
-            while (await js.stream_info(mirror)).state.messages < 12:
-                await asyncio.sleep(0.01)
-        assert {m.stream for m in await jsx.DirectGet(js, mirror).scan().to_list()} == {mirror}
+        assert [message.seq async for message in batch] == []
+    results = await asyncio.gather(*(seqs(direct.scan(batch=3)) for _ in range(10)))
+    assert results == [list(range(1, 13))] * 10
 
 
-class TestScan:
-    async def test_a_scan_reads_many_small_messages(self, js: JetStreamContext, make_stream: MakeStream) -> None:
-        name = await make_stream()
-        await fill(js, name, 20_000)
-        messages = await jsx.DirectGet(js, name).scan().to_list()
-        assert [int(m.data) for m in messages] == [m.seq for m in messages] == list(range(1, 20_001))
-
+class TestMinSeq:
     @each("storage", ["memory", "file"])
     async def test_multi_last_with_min_seq_contains_a_key_that_is_overwritten(
         self, js: JetStreamContext, make_stream: MakeStream, storage: str
@@ -145,55 +99,44 @@ class TestScan:
 
 
 class TestRefusals:
-    @each("name", ["a b", "", "a.b", "x\r\n", "*", ">"])
-    def test_invalid_stream_names_are_refused(self, js: JetStreamContext, name: str) -> None:
-        with pytest.raises(errors.BadSubjectError):
-            jsx.DirectGet(js, name)
-
-    @each(
-        "timeout, error",
-        [(0, ValueError), (-1, ValueError), (float("nan"), ValueError), ("5", TypeError), (True, TypeError)],
-    )
-    def test_invalid_timeouts_are_refused(self, js: JetStreamContext, timeout: Any, error: type[Exception]) -> None:
-        with pytest.raises(error, match="timeout"):
-            jsx.DirectGet(js, "S", timeout=timeout)
-
-    @each(
-        "call, error",
-        [
-            (lambda d: d.batch(0), ValueError),
-            (lambda d: d.batch(-1), ValueError),
-            (lambda d: d.batch(True), ValueError),
-            (lambda d: d.batch(1.5), ValueError),
-            (lambda d: d.batch(2**63), ValueError),
-            (lambda d: d.batch(1, max_bytes=2**63), ValueError),
-            (lambda d: d.batch(1, seq=0), ValueError),
-            (lambda d: d.batch(1, seq=2**64), ValueError),
-            (lambda d: d.batch(1, max_bytes=0), ValueError),
-            (lambda d: d.batch(1, subject="a b"), errors.BadSubjectError),
-            (lambda d: d.batch(1, subject="\ud800"), errors.BadSubjectError),
-            (lambda d: d.batch(1, start_time=datetime(2026, 1, 1)), ValueError),  # noqa: DTZ001 - naive on purpose
-            (lambda d: d.batch(1, start_time=0), TypeError),
-            (lambda d: d.batch(1, seq=1, start_time=datetime.now(UTC)), ValueError),
-            (lambda d: d.scan(prefetch=0), ValueError),
-            (lambda d: d.scan(prefetch=5), ValueError),
-            (lambda d: d.scan(up_to_seq=0), ValueError),
-            (lambda d: d.scan(subject="a..b"), errors.BadSubjectError),
-            (lambda d: d.scan(min_seq=0), ValueError),
-            (lambda d: d.multi_last([]), ValueError),
-            (lambda d: d.multi_last("orders.>"), TypeError),
-            (lambda d: d.multi_last(iter(())), ValueError),
-            (lambda d: d.multi_last(["a", "a b"]), errors.BadSubjectError),
-            (lambda d: d.multi_last(["a"], batch=0), ValueError),
-            (lambda d: d.multi_last(["a"], up_to_seq=1, up_to_time=datetime.now(UTC)), ValueError),
-            (lambda d: d.multi_last(["a"], up_to_time=datetime(2026, 1, 1)), ValueError),  # noqa: DTZ001
-        ],
-    )
-    def test_invalid_arguments_are_refused_at_the_call(
-        self, js: JetStreamContext, call: Callable[[jsx.DirectGet], object], error: type[Exception]
-    ) -> None:
-        with pytest.raises(error):
-            call(jsx.DirectGet(js, "S"))
+    def test_invalid_arguments_are_refused_at_the_call(self, js: JetStreamContext) -> None:
+        now, naive, d = datetime.now(UTC), datetime(2026, 1, 1), jsx.DirectGet(js, "S")  # noqa: DTZ001 - naive on purpose
+        calls: list[tuple[type[Exception], Callable[..., object], list[tuple[tuple[Any, ...], dict[str, Any]]]]] = [
+            (
+                errors.BadSubjectError,
+                jsx.DirectGet,
+                [((js, name), {}) for name in ("a b", "", "a.b", "x\r\n", "*", ">")],
+            ),
+            (ValueError, jsx.DirectGet, [((js, "S"), {"timeout": bad}) for bad in (0, -1, float("nan"))]),
+            (TypeError, jsx.DirectGet, [((js, "S"), {"timeout": bad}) for bad in ("5", True)]),
+            (ValueError, d.batch, [((count,), {}) for count in (0, -1, True, 1.5, 2**63)]),
+            (ValueError, d.batch, [((1,), {"max_bytes": bad}) for bad in (0, 2**63)]),
+            (ValueError, d.batch, [((1,), {"seq": bad}) for bad in (0, 2**64)]),
+            (ValueError, d.batch, [((1,), {"start_time": naive}), ((1,), {"seq": 1, "start_time": now})]),
+            (TypeError, d.batch, [((1,), {"start_time": 0})]),
+            (errors.BadSubjectError, d.batch, [((1,), {"subject": bad}) for bad in ("a b", "\ud800")]),
+            (
+                ValueError,
+                d.scan,
+                [((), {"prefetch": 0}), ((), {"prefetch": 5}), ((), {"up_to_seq": 0}), ((), {"min_seq": 0})],
+            ),
+            (errors.BadSubjectError, d.scan, [((), {"subject": "a..b"})]),
+            (ValueError, d.multi_last, [(([],), {}), ((iter(()),), {}), ((["a"],), {"batch": 0})]),
+            (
+                ValueError,
+                d.multi_last,
+                [((["a"],), {"up_to_seq": 1, "up_to_time": now}), ((["a"],), {"up_to_time": naive})],
+            ),
+            (TypeError, d.multi_last, [(("orders.>",), {})]),
+            (errors.BadSubjectError, d.multi_last, [((["a", "a b"],), {})]),
+        ]
+        for call in (d.scan, lambda **end: d.batch(9, **end), lambda **end: arrow.record_batches(js, "S", **end)):
+            calls.append((ValueError, call, [((), {"up_to_time": naive})]))
+            calls.append((TypeError, call, [((), {"up_to_time": bad}) for bad in ("2026-01-01T00:00:00Z", 0, 1.5)]))
+        for error, call, arguments in calls:
+            for positional, options in arguments:
+                with named(call=call, positional=positional, options=options), pytest.raises(error):
+                    call(*positional, **options)
 
     async def test_invalid_arguments_of_single_gets_send_nothing(self, js: JetStreamContext, leak_check: Any) -> None:
         direct = jsx.DirectGet(js, "S")
@@ -238,17 +181,10 @@ class TestLeaving:
         await leak_check.assert_clean()
         assert await batch.to_list() == []
         await batch.aclose()
-
-    async def test_an_exception_in_the_block_leaves_nothing_behind(
-        self, direct: jsx.DirectGet, leak_check: Any
-    ) -> None:
-        async def fail() -> None:
-            async with direct.scan(batch=2) as messages:
-                async for _ in messages:
-                    raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            await fail()
+        with suppress(ZeroDivisionError):
+            async with direct.scan(batch=2, **options) as batch:
+                assert (await anext(batch)).seq == 1
+                raise ZeroDivisionError
         await leak_check.assert_clean()
 
     async def test_a_second_task_is_refused(self, direct: jsx.DirectGet, leak_check: Any) -> None:
@@ -363,26 +299,3 @@ class TestLostConnections:
             async with asyncio.timeout(30):
                 found = await reading
             assert (found if isinstance(found, jsx.StoredMsg) else found[0]).seq == 2
-
-    async def test_a_closed_connection_ends_the_read(
-        self, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
-    ) -> None:
-        name = await own_stream()
-        await fill(own_js, name, 100)
-        scan = jsx.DirectGet(own_js, name).scan(batch=10)
-        assert (await anext(scan)).seq == 1
-        await own_nc.close()
-        with pytest.raises(nats.errors.ConnectionClosedError):
-            await scan.to_list()
-        with pytest.raises(nats.errors.ConnectionClosedError):
-            await jsx.DirectGet(own_js, name).get(1)
-
-
-async def messages_of(batch: jsx.MessageBatch) -> AsyncIterator[jsx.StoredMsg]:
-    async for message in batch:
-        yield message
-
-
-async def test_a_batch_works_in_a_comprehension_and_a_generator(direct: jsx.DirectGet) -> None:
-    assert [m.seq async for m in messages_of(direct.batch(2))] == [1, 2]
-    assert {m.seq async for m in direct.batch(2)} == {1, 2}

@@ -2,11 +2,9 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
 
-import nats
 import pytest
-from clients import quiet
+from clients import connected
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -74,11 +72,6 @@ async def seqs(batch: jsx.MessageBatch) -> list[int]:
     return [message.seq for message in await batch.to_list()]
 
 
-async def connect(server: NatsServer, user: str, **options: Any) -> Client:
-
-    return await nats.connect(server.url, user=user, password="p", error_cb=quiet, connect_timeout=10, **options)
-
-
 @pytest.fixture
 async def perm(js: JetStreamContext, make: Make) -> str:
     """A stream of the test's own name: one of a name that was deleted a moment ago once held the messages of both."""
@@ -90,7 +83,7 @@ async def perm(js: JetStreamContext, make: Make) -> str:
 
 
 async def test_permission_for_one_subject_is_enough_for_get_last(server: NatsServer, perm: str) -> None:
-    async with await connect(server, "reader") as nc:
+    async with connected(server.url, user="reader", password="p") as nc:
         assert (await jsx.DirectGet(nc.jetstream(), perm, timeout=20).get_last(f"{perm}.open")).data == b"2"
         direct = jsx.DirectGet(nc.jetstream(), perm, timeout=0.3)
         refused = (
@@ -106,7 +99,7 @@ async def test_permission_for_one_subject_is_enough_for_get_last(server: NatsSer
 
 
 async def test_the_client_s_inbox_prefix_is_used(server: NatsServer, perm: str, version: tuple[int, ...]) -> None:
-    async with await connect(server, "direct", inbox_prefix="_MINE") as nc:
+    async with connected(server.url, user="direct", password="p", inbox_prefix="_MINE") as nc:
         direct = jsx.DirectGet(nc.jetstream(), perm, timeout=20)
         assert (await direct.get_last(f"{perm}.shut")).seq == 6
         assert (await direct.get(3)).seq == 3
@@ -127,7 +120,7 @@ async def test_a_domain_is_honoured(nc: Client, stream: str, version: tuple[int,
 
 
 async def test_an_imported_api_is_usable(server: NatsServer, stream: str, version: tuple[int, ...]) -> None:
-    async with await connect(server, "good") as nc:
+    async with connected(server.url, user="good", password="p") as nc:
         direct = jsx.DirectGet(nc.jetstream(prefix="APP.API"), stream, timeout=20)
         assert (await direct.get_last(f"{stream}.A", min_seq=12)).seq == 10
         assert (await direct.get_next(f"{stream}.C", seq=4)).seq == 6
@@ -140,7 +133,7 @@ async def test_an_imported_api_is_usable(server: NatsServer, stream: str, versio
 
 
 async def test_an_export_for_single_answers_is_an_error(server: NatsServer, stream: str, batches: None) -> None:
-    async with await connect(server, "narrow") as nc:
+    async with connected(server.url, user="narrow", password="p") as nc:
         assert (await jsx.DirectGet(nc.jetstream(prefix="APP.API"), stream, timeout=30).get(3)).seq == 3
         timeout, ends = 0.5, []
         while not (ends and all("response_type" in str(end) for end in ends)):

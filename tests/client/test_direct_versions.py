@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from client_cells import each
 from nats.js import JetStreamContext
-from nats.js.errors import NotFoundError
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
@@ -52,108 +51,63 @@ async def time_of(direct: jsx.DirectGet, seq: int) -> datetime:
     return (await direct.get(seq)).time
 
 
-async def raw(server: NatsServer, *publishes: tuple[str, bytes, bytes]) -> None:
-    """Publish header blocks that no client library would send."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b'CONNECT {"headers":true,"verbose":false}\r\n')
-    for subject, header, payload in publishes:
-        sizes = b"%d %d" % (len(header), len(header) + len(payload))
-        writer.write(b"HPUB %b %b\r\n%b%b\r\n" % (subject.encode(), sizes, header, payload))
-    writer.write(b"PING\r\n")
-    async with asyncio.timeout(20):
-        while b"PONG" not in await reader.readline():
-            pass
-    writer.close()
-    await writer.wait_closed()
-
-
-async def stored(js: JetStreamContext, stream: str, count: int) -> None:
-    async with asyncio.timeout(20):
-        while (await js.stream_info(stream)).state.last_seq < count:
-            await asyncio.sleep(0.005)
-
-
-class TestSingle:
-    async def test_get_by_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
-        assert [((m := await direct.get(seq)).seq, m.data, m.headers) for seq in (5, 6, 7)] == [
-            (5, b"m5", {"X-U": "v5"}), (6, b"", {}), (7, b"m7", {}),
+async def test_single_gets_find_a_message_or_say_that_there_is_none(
+    direct: jsx.DirectGet, stream: str, version: tuple[int, ...]
+) -> None:
+    assert [((m := await direct.get(seq)).seq, m.data, m.headers) for seq in (5, 6, 7)] == [
+        (5, b"m5", {"X-U": "v5"}), (6, b"", {}), (7, b"m7", {}),
+    ]  # fmt: skip
+    assert (m.stream, m.subject, m.num_pending, m.last_seq) == (stream, f"{stream}.A", None, None)
+    assert abs(m.time - datetime.now(UTC)) < timedelta(minutes=1)
+    reads = [
+        (direct.get_last(f"{stream}.B"), 11), (direct.get_last(f"{stream}.>"), 12), (direct.get_next(f"{stream}.C"), 3),
+        (direct.get_next(f"{stream}.B", seq=6), 11), (direct.get_next(f"{stream}.*", seq=8), 9),
+        (direct.get(12, min_seq=12), 12), (direct.get_last(f"{stream}.A", min_seq=12), 10),
+        (direct.get_next(f"{stream}.B", seq=6, min_seq=12), 11),
+    ]  # fmt: skip
+    missing = [
+        direct.get(8), direct.get(13), direct.get(2**64 - 1), direct.get_last(f"{stream}.D"),
+        direct.get_next(f"{stream}.A", seq=11), direct.get(8, min_seq=12),
+        direct.get_next(f"{stream}.A", seq=11, min_seq=12),
+    ]  # fmt: skip
+    if version >= (2, 11):
+        when = await time_of(direct, 5)
+        reads += [
+            (direct.get_at(when), 5), (direct.get_at(when, subject=f"{stream}.B"), 5),
+            (direct.get_at(when, subject=f"{stream}.C", min_seq=12), 6),
         ]  # fmt: skip
-        assert (m.stream, m.subject, m.num_pending, m.last_seq) == (stream, f"{stream}.A", None, None)
-        assert abs(m.time - datetime.now(UTC)) < timedelta(minutes=1)
-
-    async def test_get_last_and_get_next(self, direct: jsx.DirectGet, stream: str) -> None:
-        assert (await direct.get_last(f"{stream}.B")).seq == 11
-        assert (await direct.get_last(f"{stream}.>")).seq == 12
-        assert (await direct.get_next(f"{stream}.B", seq=6)).seq == 11
-        assert (await direct.get_next(f"{stream}.*", seq=8)).seq == 9
-        assert (await direct.get_next(f"{stream}.C")).seq == 3
-
-    async def test_min_seq_reads_one_s_own_write(self, direct: jsx.DirectGet, stream: str) -> None:
-        assert (await direct.get(12, min_seq=12)).seq == 12
-        assert (await direct.get_last(f"{stream}.A", min_seq=12)).seq == 10
-        assert (await direct.get_next(f"{stream}.B", seq=6, min_seq=12)).seq == 11
-        for missing in (direct.get(8, min_seq=12), direct.get_next(f"{stream}.A", seq=11, min_seq=12)):
-            with pytest.raises(errors.MessageNotFoundError):
-                await missing
-
-    async def test_a_missing_message_is_not_found(self, direct: jsx.DirectGet, stream: str) -> None:
-        for missing in (
-            direct.get(8), direct.get(13), direct.get(2**64 - 1), direct.get_last(f"{stream}.D"),
-            direct.get_next(f"{stream}.A", seq=11),
-        ):  # fmt: skip
-            with pytest.raises(errors.MessageNotFoundError, match=stream) as caught:
-                await missing
-            assert (caught.value.code, caught.value.stream) == (404, stream)
-
-    async def test_get_at(self, direct: jsx.DirectGet, stream: str, batches: None) -> None:
-        assert (await direct.get_at(await time_of(direct, 5))).seq == 5
-        assert (await direct.get_at(await time_of(direct, 5), subject=f"{stream}.B")).seq == 5
-        assert (await direct.get_at(await time_of(direct, 5), subject=f"{stream}.C", min_seq=12)).seq == 6
-        with pytest.raises(errors.MessageNotFoundError, match=stream):
-            await direct.get_at(datetime.now(UTC) + timedelta(days=1))
+        missing.append(direct.get_at(datetime.now(UTC) + timedelta(days=1)))
+    for read, seq in reads:
+        assert (await read).seq == seq
+    for read in missing:
+        with pytest.raises(errors.MessageNotFoundError, match=stream) as caught:
+            await read
+        assert (caught.value.code, caught.value.stream) == (404, stream)
 
 
-class TestBefore211:
-    @pytest.fixture(autouse=True)
-    def _old(self, version: tuple[int, ...]) -> None:
-        if version >= (2, 11):
-            pytest.skip("this server has batches")
-
-    @each(
-        "read",
-        [
-            lambda d, s: d.batch(3).to_list(),
-            lambda d, s: d.batch(3, subject=f"{s}.>", start_time=datetime.now(UTC)).to_list(),
-            lambda d, s: d.batch(3, start_time=datetime.now(UTC)).to_list(),
-            lambda d, s: d.scan().to_list(),
-            lambda d, s: d.scan(confirm=True).to_list(),
-            lambda d, s: d.scan(min_seq=12).to_list(),
-            lambda d, s: d.multi_last([f"{s}.>"]).to_list(),
-            lambda d, s: d.multi_last([f"{s}.>"], up_to_seq=5).to_list(),
-            lambda d, s: d.multi_last([f"{s}.>"], up_to_time=datetime.now(UTC), batch=2).to_list(),
-            lambda d, s: d.get_at(datetime.now(UTC)),
-            lambda d, s: d.get_at(datetime.now(UTC), subject=f"{s}.>"),
-            lambda d, s: d.get_at(datetime.now(UTC), min_seq=1),
-        ],
-    )
-    async def test_unsupported_reads_raise_and_return_no_wrong_message(
-        self,
-        direct: jsx.DirectGet,
-        stream: str,
-        leak_check: Any,
-        read: Callable[[jsx.DirectGet, str], Awaitable[object]],
-    ) -> None:
+async def test_a_server_before_2_11_refuses_batches_and_returns_no_wrong_message(
+    direct: jsx.DirectGet, stream: str, leak_check: Any, version: tuple[int, ...]
+) -> None:
+    if version >= (2, 11):
+        pytest.skip("this server has batches")
+    now, every = datetime.now(UTC), [f"{stream}.>"]
+    for read in (
+        direct.batch(3).to_list(), direct.batch(3, subject=every[0], start_time=now).to_list(),
+        direct.batch(3, start_time=now).to_list(), direct.scan().to_list(), direct.scan(confirm=True).to_list(),
+        direct.scan(min_seq=12).to_list(), direct.multi_last(every).to_list(),
+        direct.scan(up_to_time=now).to_list(), direct.batch(3, up_to_time=now).to_list(),
+        direct.multi_last(every, up_to_seq=5).to_list(), direct.multi_last(every, up_to_time=now, batch=2).to_list(),
+        direct.get_at(now), direct.get_at(now, subject=every[0]), direct.get_at(now, min_seq=1),
+    ):  # fmt: skip
         async with asyncio.timeout(20):
             with pytest.raises(errors.UnsupportedFeatureError, match=r"nats-server 2\.11"):
-                await read(direct, stream)
-        await leak_check.assert_clean()
+                await read
+    await leak_check.assert_clean()
 
 
 @pytest.mark.usefixtures("batches")
-class TestBatchForms:
-    """The six forms of ADR-31."""
-
-    async def test_form_1_reads_from_the_start(
+class TestBatch:
+    async def test_a_batch_is_one_request_from_a_start(
         self, direct: jsx.DirectGet, stream: str, version: tuple[int, ...]
     ) -> None:
         batch = direct.batch(3, subject=f"{stream}.>")
@@ -165,27 +119,32 @@ class TestBatchForms:
         # 2.11 counts the message itself as pending; the count in its end-of-batch is right.
         itself = 1 if version < (2, 12) else 0
         assert [m.num_pending for m in messages] == [10 + itself, 9 + itself, 8 + itself]
-
-    async def test_form_2_reads_from_a_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
         batch = direct.batch(3, subject=f"{stream}.>", seq=7)
         assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([7, 9, 10], 2, 10)
-        assert await seqs(direct.batch(3, seq=7)) == [7, 9, 10]
         assert await seqs(direct.batch(3, seq=8)) == [9, 10, 11], "also on 2.11.0, whose 404 without a subject is wrong"
         assert await seqs(direct.batch(100, subject=f"{stream}.B", seq=3)) == [5, 11]
 
+    async def test_an_empty_stream_is_an_empty_scan(self, js: JetStreamContext, make: Make) -> None:
+        name = await make()
+        direct = jsx.DirectGet(js, name)
+        for scan in (direct.scan(), direct.scan(confirm=True), direct.scan(subject=f"{name}.a", confirm=True)):
+            assert (await seqs(scan), scan.num_pending, scan.last_seq) == ([], 0, 0)
+        await js.publish(f"{name}.a", b"")
+        await js.purge_stream(name)
+        assert await seqs(direct.scan(confirm=True)) == []
+        assert await seqs(direct.scan(min_seq=1)) == []
+
 
 @pytest.mark.usefixtures("batches")
-class TestMultiLastForms:
-    """The six forms of ADR-31."""
-
-    async def test_form_1_reads_the_current_state(self, direct: jsx.DirectGet, stream: str) -> None:
+class TestMultiLast:
+    async def test_the_current_state(self, direct: jsx.DirectGet, stream: str) -> None:
         multi = direct.multi_last([f"{stream}.A", f"{stream}.C", f"{stream}.D"])
         messages = await multi.to_list()
         assert [(m.seq, m.subject) for m in messages] == [(10, f"{stream}.A"), (12, f"{stream}.C")]
         assert (multi.num_pending, multi.last_seq, multi.up_to_seq) == (0, 12, 12)
         assert await seqs(direct.multi_last([f"{stream}.>", f"{stream}.*", f"{stream}.A"])) == [10, 11, 12]
 
-    async def test_form_3_reads_up_to_a_time(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_the_state_at_a_time(self, direct: jsx.DirectGet, stream: str) -> None:
         # The time is exclusive, and a datetime has no nanoseconds: just before 6, so that 5 is the last one.
         when = await time_of(direct, 6)
         assert await seqs(direct.multi_last([f"{stream}.>"], up_to_time=when)) == [3, 4, 5]
@@ -283,76 +242,11 @@ class TestMultiLastForms:
         assert len(await direct.multi_last(everything, up_to_seq=1024).to_list()) == 1024
 
 
-@pytest.mark.usefixtures("batches")
-class TestScan:
-    async def test_an_empty_stream_is_an_empty_scan(self, js: JetStreamContext, make: Make) -> None:
-        name = await make()
-        direct = jsx.DirectGet(js, name)
-        for scan in (direct.scan(), direct.scan(confirm=True), direct.scan(subject=f"{name}.a", confirm=True)):
-            assert (await seqs(scan), scan.num_pending, scan.last_seq) == ([], 0, 0)
-        await js.publish(f"{name}.a", b"")
-        await js.purge_stream(name)
-        assert await seqs(direct.scan(confirm=True)) == []
-        assert await seqs(direct.scan(min_seq=1)) == []
-
-
-IMITATION = (
-    b"NATS/1.0\r\nNats-Stream: X\r\nNats-Subject: x\r\nNats-Sequence: 9\r\nNats-Time-Stamp: 2020-01-01T00:00:00Z\r\n"
-    b"Nats-Num-Pending: 0\r\nNats-Last-Sequence: 8\r\n\r\n"
-)
-
-
-class TestForgedHeaders:
-    @each(
-        "block",
-        [
-            b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 0\r\nNats-Last-Sequence: 0\r\n\r\n",
-            b"NATS/1.0 404 Message Not Found\r\n\r\n",
-            b"NATS/1.0 503\r\n\r\n",
-            b"NATS/1.0 408 Bad Request\r\nNats-Stream: EVIL\r\n\r\n",
-            IMITATION,
-        ],
-    )
-    async def test_stored_status_lines_are_data(
-        self, js: JetStreamContext, make: Make, server: NatsServer, version: tuple[int, ...], block: bytes
-    ) -> None:
-        """Servers before 2.12 return a stored status line unchanged."""
-        name = await make()
-        await raw(server, *((f"{name}.{i}", block, payload) for i, payload in enumerate((b"", b"x", b"", b"end"))))
-        await stored(js, name, 4)
-        direct = jsx.DirectGet(js, name)
-        reads = [[await direct.get(seq) for seq in range(1, 5)]]
-        if version >= (2, 11):
-            reads += [await direct.scan(batch=size).to_list() for size in (1, 2, 9)]
-            reads += [await direct.multi_last([f"{name}.>"], max_bytes=size).to_list() for size in (1, 9999)]
-        for messages in reads:
-            assert [(m.seq, m.subject, m.data) for m in messages] == [
-                (1, f"{name}.0", b""), (2, f"{name}.1", b"x"), (3, f"{name}.2", b""), (4, f"{name}.3", b"end"),
-            ]  # fmt: skip
-            assert [m.headers for m in messages] == [{}] * 4
-
-
-class TestRefusals:
-    @each("missing", ["stream", "allow_direct"])
-    @each(
-        "read",
-        [
-            lambda d: d.get(1), lambda d: d.get_last("a"), lambda d: d.get_next("a"),
-            lambda d: d.get_at(datetime.now(UTC)), lambda d: d.batch(1).to_list(), lambda d: d.scan().to_list(),
-            lambda d: d.multi_last([">"]).to_list(),
-        ],
-    )  # fmt: skip
-    async def test_503_is_prompt(
-        self, js: JetStreamContext, make: Make, leak_check: Any, missing: str,
-        read: Callable[[jsx.DirectGet], Awaitable[object]],
-    ) -> None:  # fmt: skip
-        name = "NONE" if missing == "stream" else await make(allow_direct=False)
+async def test_a_read_without_a_responder_is_refused_at_once(js: JetStreamContext, make: Make, leak_check: Any) -> None:
+    direct = jsx.DirectGet(js, name := await make(allow_direct=False), timeout=60)
+    for read in (direct.get(1), direct.get_last("a"), direct.scan().to_list(), direct.multi_last([">"]).to_list()):
         async with asyncio.timeout(20):
-            if missing == "stream":
-                with pytest.raises(NotFoundError, match=f"stream '{name}' does not exist"):
-                    await read(jsx.DirectGet(js, name, timeout=60))
-            else:
-                with pytest.raises(errors.DirectGetDisabledError, match=rf"{name}.*allow_direct") as caught:
-                    await read(jsx.DirectGet(js, name, timeout=60))
-                assert caught.value.stream == name
-        await leak_check.assert_clean()
+            with pytest.raises(errors.DirectGetDisabledError, match=rf"{name}.*allow_direct") as caught:
+                await read
+            assert caught.value.stream == name
+    await leak_check.assert_clean()

@@ -60,6 +60,7 @@ CONFIRMED: dict[str, tuple[Read, Any]] = {
         lambda js, s: seqs(jsx.DirectGet(js, s).scan(subject=f"{s}.2", confirm=True)),
         [seq for seq in SEQS if seq % 3 == 2],
     ),
+    "scan from a time": (lambda js, s: seqs(jsx.DirectGet(js, s).scan(start_time=START, confirm=True)), SEQS),
     "LogReader": (log, SEQS),
     "LogReader of a subject": (lambda js, s: log(js, s, subject=f"{s}.0"), [seq for seq in SEQS if seq % 3 == 0]),
     "to_arrow": (lambda js, s: column(js, s, confirm=True), SEQS),
@@ -117,6 +118,14 @@ async def fill(js: JetStreamContext, name: str, count: int = COUNT, payload: byt
         await js.publish(f"{name}.{n % 3}", payload)
 
 
+async def holed(js: JetStreamContext, name: str) -> str:
+    """Create a stream with the messages `SEQS`."""
+    await fill(js, name)
+    for gone in GONE:
+        await js.delete_msg(name, gone)
+    return name
+
+
 async def fill_bucket(js: JetStreamContext, bucket: str) -> KeyValue:
     kv = await kvx.enable(await js.create_key_value(bucket=bucket))
     for n in range(COUNT):
@@ -160,32 +169,49 @@ async def all_are_complete(js: JetStreamContext, stream: str) -> None:
 # -- partial and late mirrors ------------------------------------------------------------------------------------------
 
 
-@each("source", ["filter_subject", "opt_start_seq"])
+PARTS: dict[str, tuple[int, Callable[[str], dict[str, Any]]]] = {
+    "one subject": (18, lambda name: {"filter_subject": f"{name}.1"}),
+    "the end": (18, lambda name: {"opt_start_seq": 41}),
+    "without some messages": (len(SEQS), lambda name: {}),
+}
+
+
+@each("what", PARTS)
 async def test_reads_beside_a_partial_mirror_are_complete(
-    js: JetStreamContext, stream_name: Callable[[], str], source: str
+    js: JetStreamContext, stream_name: Callable[[], str], what: str
 ) -> None:
     """The answers of the mirror look complete, or say that there is no message."""
-    name = stream_name()
-    await fill(js, name)
-    for gone in GONE:
-        await js.delete_msg(name, gone)
-    part: dict[str, Any] = {"filter_subject": f"{name}.1"} if source == "filter_subject" else {"opt_start_seq": 41}
-    await mirror(js, f"{name}_PART", name, 18, **part)
+    name = await holed(js, stream_name())
+    count, options = PARTS[what]
+    await mirror(js, f"{name}_PART", name, count, **options(name))
+    if count == len(SEQS):
+        for gone in (20, 21, 59, 60):
+            await js.delete_msg(f"{name}_PART", gone)
     await all_are_complete(js, name)
 
 
-@each("source", ["filter_subject", "opt_start_seq"])
-async def test_reads_of_a_bucket_beside_a_partial_mirror_are_complete(
-    js: JetStreamContext, stream_name: Callable[[], str], source: str
+async def test_messages_that_only_a_mirror_still_has_are_not_read(
+    js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
     name = stream_name()
-    kv = await fill_bucket(js, name)
-    part: dict[str, Any] = {"filter_subject": f"$KV.{name}.k1"} if source == "filter_subject" else {"opt_start_seq": 41}
-    await mirror(js, f"{name}_PART", f"KV_{name}", 1, **part)
-    for what, (read, expected) in BUCKET.items():
-        with named(read=what):
-            for _ in range(TURNS):
-                assert set(await read(kv)) == expected
+    await fill(js, name)
+    await mirror(js, f"{name}_COPY", name, COUNT)
+    for gone in GONE:
+        await js.delete_msg(name, gone)
+    await all_are_complete(js, name)
+
+
+async def test_a_mirror_of_an_earlier_stream_adds_no_message(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    await fill(js, name, 20, b"earlier")
+    await mirror(js, f"{name}_COPY", name, 20)
+    await js.delete_stream(name)
+    await fill(js, name, 20, b"new")
+    for _ in range(20):
+        assert {message.data async for message in jsx.DirectGet(js, name).scan(confirm=True)} == {b"new"}
+        assert {message.data async for message in LogReader(js, name)} == {b"new"}
 
 
 async def test_reads_beside_a_lagging_mirror_are_complete(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
@@ -220,37 +246,6 @@ async def test_reads_of_a_bucket_beside_a_lagging_mirror_are_complete(
     assert (await js.stream_info(f"{name}_LATE")).state.messages == COUNT
 
 
-async def test_a_read_follows_its_own_write_beside_a_lagging_mirror(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    name = stream_name()
-    await fill(js, name, 3)
-    await mirror(js, f"{name}_LATE", name, 3, max_msg_size=1)
-    direct = jsx.DirectGet(js, name)
-    for turn in range(TURNS):
-        written = (await js.publish(f"{name}.a", b"too large %d" % turn)).seq
-        assert (await direct.get_last(f"{name}.a", min_seq=written)).seq == written
-        assert (await direct.get(written, min_seq=written)).data == b"too large %d" % turn
-        assert await seqs(direct.multi_last([f"{name}.a"], min_seq=written)) == [written]
-        assert await seqs(direct.scan(seq=written, min_seq=written)) == [written]
-        assert await seqs(direct.batch(9, seq=written, min_seq=written)) == [written]
-
-
-async def test_an_unproved_read_takes_the_messages_of_a_partial_mirror(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    name = stream_name()
-    await fill(js, name)
-    await mirror(js, f"{name}_PART", name, 20, filter_subject=f"{name}.1")
-    for what, read in UNPROVED.items():
-        if what == "multi_last":  # each of its pages is of a responder that has reached the end of the stream
-            continue
-        with named(read=what):
-            async with asyncio.timeout(60):
-                while {message.stream for message in await read(js, name)} != {f"{name}_PART"}:
-                    pass
-
-
 # -- only a mirror answers ---------------------------------------------------------------------------------------------
 
 # The mirror gets every direct get of the stream, as one does in the client's own cluster of a super-cluster, where the
@@ -273,9 +268,7 @@ def far_server() -> Iterator[NatsServer]:
     async def create(url: str) -> None:
         async with await nats.connect(url, connect_timeout=10) as nc:
             js = nc.jetstream(timeout=30)
-            await fill(js, "ORIGIN")
-            for gone in GONE:
-                await js.delete_msg("ORIGIN", gone)
+            await holed(js, "ORIGIN")
             await mirror(js, "NEARBY", "ORIGIN", len(SEQS))
             await fill_bucket(js, "ORIGIN")
             await mirror(js, "KV_NEARBY", "KV_ORIGIN", COUNT, max_msgs_per_subject=1)
@@ -360,48 +353,30 @@ async def test_a_read_of_a_bucket_ends_with_an_error_if_only_a_mirror_answers(fa
     await mirror_answers(BUCKET[what][0](await far.key_value("ORIGIN")), "KV_ORIGIN", "KV_NEARBY")
 
 
-async def test_a_mirror_answers_for_a_stream_that_no_longer_allows_direct_gets(
-    nc: Client, stream_name: Callable[[], str]
+async def test_a_proof_succeeds_as_soon_as_a_replica_answers(
+    nc: Client, js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
-    name, js = stream_name(), nc.jetstream(timeout=30)
-    await fill(js, name)
-    for gone in GONE:
-        await js.delete_msg(name, gone)
+    """The read is still within its timeout when the stream, for which only its mirror answers, allows direct gets again."""
+    name = await holed(js, stream_name())
     await mirror(js, f"{name}_COPY", name, len(SEQS))
     config = (await js.stream_info(name)).config
     await js.update_stream(config.evolve(allow_direct=False))
     hurried = nc.jetstream(timeout=TIMEOUT)
     assert await seqs(jsx.DirectGet(hurried, name).scan()) == SEQS
     await mirror_answers(CONFIRMED["scan"][0](hurried, name), name, f"{name}_COPY", "confirm=False")
-    await mirror_answers(MIN_SEQ["batch"][0](hurried, name), name, f"{name}_COPY")
-    await js.update_stream(config)
-    assert await CONFIRMED["scan"][0](js, name) == SEQS
+    asked = asyncio.Event()
 
+    async def heard(_: Msg) -> None:
+        asked.set()
 
-async def test_a_proof_succeeds_as_soon_as_a_replica_answers(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    """The read is still within its timeout when the stream allows direct gets again."""
-    name = stream_name()
-    await fill(js, name)
-    for gone in GONE:
-        await js.delete_msg(name, gone)
-    await mirror(js, f"{name}_COPY", name, len(SEQS))
-    config = (await js.stream_info(name)).config
+    for subject in (f"$JS.API.DIRECT.GET.{name}", f"$JS.API.DIRECT.GET.{name}.>"):
+        await nc.subscribe(subject, cb=heard)
     for what, (read, expected) in [("confirmed scan", CONFIRMED["scan"]), *MIN_SEQ.items()]:
         with named(read=what):
             await js.update_stream(config.evolve(allow_direct=False))
-            asked = asyncio.Event()
-
-            async def heard(_: Msg, asked: asyncio.Event = asked) -> None:
-                asked.set()
-
-            subjects = (f"$JS.API.DIRECT.GET.{name}", f"$JS.API.DIRECT.GET.{name}.>")
-            spies = [await js._nc.subscribe(subject, cb=heard) for subject in subjects]
+            asked.clear()
             reading, hears = asyncio.ensure_future(read(js, name)), asyncio.ensure_future(asked.wait())
             await asyncio.wait({reading, hears}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
             hears.cancel()
             await js.update_stream(config)
             assert await reading == expected
-            for spy in spies:
-                await spy.unsubscribe()
