@@ -22,7 +22,7 @@ from jetstream_ext import arrow, errors
 from jetstream_ext.log import LogReader
 from jetstream_ext.testing import NatsServer
 
-TURNS = 50  # the server chooses a responder at random for each request: a mirror answers none of 50 once in 2**50 runs
+TURNS = 25  # the server chooses a responder at random for each request: a mirror answers none of 25 once in 2**25 runs
 COUNT = 60
 GONE = (7, 8, 40)
 SEQS = [seq for seq in range(1, COUNT + 1) if seq not in GONE]
@@ -53,6 +53,12 @@ async def column(js: JetStreamContext, stream: str, **options: Any) -> list[int]
     return (await arrow.to_arrow(js, stream, **options)).column("seq").to_pylist()  # type: ignore[no-any-return]
 
 
+async def up_to_41(js: JetStreamContext, stream: str) -> list[int]:
+    direct = jsx.DirectGet(js, stream)
+    when = (await direct.get(41, min_seq=41)).time
+    return await seqs(direct.scan(up_to_time=when, confirm=True))
+
+
 # Each read of a stream with the messages `SEQS`, where sequence n is on subject `<stream>.<n % 3>`, and its result.
 CONFIRMED: dict[str, tuple[Read, Any]] = {
     "scan": (lambda js, s: seqs(jsx.DirectGet(js, s).scan(batch=25, confirm=True)), SEQS),
@@ -61,6 +67,7 @@ CONFIRMED: dict[str, tuple[Read, Any]] = {
         [seq for seq in SEQS if seq % 3 == 2],
     ),
     "scan from a time": (lambda js, s: seqs(jsx.DirectGet(js, s).scan(start_time=START, confirm=True)), SEQS),
+    "scan up to a time": (up_to_41, [seq for seq in SEQS if seq <= 41]),
     "LogReader": (log, SEQS),
     "LogReader of a subject": (lambda js, s: log(js, s, subject=f"{s}.0"), [seq for seq in SEQS if seq % 3 == 0]),
     "to_arrow": (lambda js, s: column(js, s, confirm=True), SEQS),
