@@ -72,32 +72,28 @@ async def test_reader_without_confirmation_starts_at_the_end(
 HARD = (b"\xff", b">", b">.x", b"*", b"a\x00b", b"\x01", b"\x7f")
 
 
-@pytest.fixture(params=HARD, ids=repr)
-async def hard(
-    request: pytest.FixtureRequest,
+@each("token", HARD)
+async def test_the_subjects_of_the_newest_and_the_oldest_message_do_not_matter(
     js: JetStreamContext,
     server: NatsServer,
     stream_name: Callable[[], str],
     publish_raw: Callable[..., None],
-) -> str:
-    """A stream with more subjects than one answer can hold, whose oldest and newest message is on a hard subject."""
+    token: bytes,
+) -> None:
+    """The stream has more subjects than one answer can hold."""
     name = stream_name()
     await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True)
-    tokens = (request.param, *(b"k%d" % n for n in range(1100)), request.param)
-    publish_raw(server, ((b"%b.%b" % (name.encode(), token), b"") for token in tokens))
-    return name
-
-
-async def test_the_subjects_of_the_newest_and_the_oldest_message_do_not_matter(js: JetStreamContext, hard: str) -> None:
-    direct = jsx.DirectGet(js, hard, timeout=20)
+    tokens = (token, *(b"k%d" % n for n in range(1100)), token)
+    publish_raw(server, ((b"%b.%b" % (name.encode(), each), b"") for each in tokens))
+    direct = jsx.DirectGet(js, name, timeout=20)
     for options in (
         {"min_seq": 1}, {"min_seq": 1, "max_bytes": 1}, {"up_to_seq": 1102}, {"up_to_seq": 1102, "max_bytes": 1},
     ):  # fmt: skip
-        for tokens, expected in (("none",), []), (("k0", "k1"), [2, 3]):
-            batch = direct.multi_last([f"{hard}.{token}" for token in tokens], **options)  # type: ignore[arg-type]
+        for wanted, expected in (("none",), []), (("k0", "k1"), [2, 3]):
+            batch = direct.multi_last([f"{name}.{each}" for each in wanted], **options)  # type: ignore[arg-type]
             assert [message.seq for message in await batch.to_list()] == expected, options
     for start, position in (Last(), 1102), (New(), 1103):
-        assert await LogReader(js, hard, start=start, confirm=False).open() == position, start
+        assert await LogReader(js, name, start=start, confirm=False).open() == position, start
 
 
 async def test_multi_last_of_everything_lacks_only_what_servers_do_not_find(

@@ -1,15 +1,15 @@
 """A read does not cost the connection: a server closes one that has more than `max_pending` bytes to receive."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import nats
 import pytest
 from client_cells import each, named
-from clients import close, quiet
+from clients import connected
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -18,8 +18,9 @@ from jetstream_ext.log import LogReader
 from jetstream_ext.testing import NatsServer
 
 MAX_PENDING = (400_000, 1_000_000, 4_000_000)
-# Sizes of messages, and how many of them a stream has: about 24 MB.
-COUNTS = {1_000: 24_000, 60_000: 400, 300_000: 80}
+CAUTIOUS = 15.0  # the seconds for which a connection asks for less after it was lost
+# Sizes of messages, and how many of them a stream has: about 12 MB.
+COUNTS = {1_000: 12_000, 60_000: 200, 300_000: 40}
 SUBJECTS = 40
 # The read that finds out what the server can take may lose the connection so many times.
 LOSSES, LOSSES_ON_THE_FALLBACK = 2, 3
@@ -30,7 +31,7 @@ def config(max_pending: int) -> str:
 
 
 async def fill(url: str) -> None:
-    async with await nats.connect(url, connect_timeout=10) as nc:
+    async with connected(url) as nc:
         js = nc.jetstream(timeout=30)
         for size, count in COUNTS.items():
             await js.add_stream(name=f"S{size}", subjects=[f"S{size}.*"], allow_direct=True, allow_batched=True)
@@ -61,51 +62,39 @@ class Losses:
     """Counts how often a connection is lost."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._learned = False
+        self._times: list[float] = []
+        self._learned_at = -math.inf
 
     async def note(self) -> None:
-        self._count += 1
+        self._times.append(time.monotonic())
 
     def check(self, most: int | None = None) -> None:
-        """Fail if the connection was lost more than `most` times, or again after a read that had lost it.
+        """Fail if the connection was lost more than `most` times, or again soon after a read that had lost it.
 
         Whether a reply that is too large costs the connection depends on how fast the client reads: the first read may be
         lucky.
         """
-        count, self._count = self._count, 0
-        assert count <= (0 if self._learned else LOSSES if most is None else most), (
-            f"the connection was lost {count} times"
-        )
-        self._learned = self._learned or count > 0
+        learned_at, times = self._learned_at, self._times
+        self.forget(LOSSES if most is None else most)
+        assert not times or times[0] > learned_at + CAUTIOUS, "the connection was lost again"
+        self._learned_at = max(times, default=learned_at)
 
     def forget(self, most: int) -> None:
         """Fail if the connection was lost more than `most` times; nothing is learned."""
-        count, self._count = self._count, 0
-        assert count <= most, f"the connection was lost {count} times"
+        times, self._times = self._times, []
+        assert len(times) <= most, f"the connection was lost {len(times)} times"
 
 
 @asynccontextmanager
-async def connected(url: str) -> AsyncIterator[tuple[JetStreamContext, Losses]]:
-
+async def counted(url: str) -> AsyncIterator[tuple[JetStreamContext, Losses]]:
     losses = Losses()
-    nc = await nats.connect(
-        url,
-        connect_timeout=10,
-        disconnected_cb=losses.note,
-        error_cb=quiet,
-        reconnect_time_wait=0.01,
-        max_reconnect_attempts=-1,
-    )
-    try:
+    async with connected(url, disconnected_cb=losses.note, reconnect_time_wait=0.01) as nc:
         yield nc.jetstream(timeout=20), losses
         assert not nc.is_closed
-    finally:
         nc._disconnected_cb = None
-        await close(nc)
 
 
-Read = Callable[[JetStreamContext, str, int], Awaitable[list[jsx.StoredMsg]]]
+Read = Callable[[JetStreamContext, str, int], Awaitable[list[Any]]]
 
 
 async def of_reader(js: JetStreamContext, stream: str, count: int) -> list[jsx.StoredMsg]:
@@ -116,15 +105,27 @@ async def columns(js: JetStreamContext, stream: str, count: int) -> list[int]:
     return (await arrow.to_arrow(js, stream)).column("seq").to_pylist()  # type: ignore[no-any-return]
 
 
-READS: dict[str, Read] = {
-    "scan": lambda js, stream, count: jsx.DirectGet(js, stream).scan().to_list(),
-    "confirmed scan": lambda js, stream, count: jsx.DirectGet(js, stream).scan(confirm=True).to_list(),
-    "LogReader": of_reader,
+def all_of(size: int) -> range:
+    return range(1, COUNTS[size] + 1)
+
+
+def as_many_as_fit(size: int) -> range:
+    """Return the sequences that fit into the default `max_bytes` of a batch."""
+    return range(1, 6_000_000 // size + 1)
+
+
+# Each read, given the number of messages that it is to return, and what it finds.
+READS: dict[str, tuple[Read, Callable[[int], range]]] = {
+    "scan": (lambda js, stream, count: jsx.DirectGet(js, stream).scan().to_list(), all_of),
+    "confirmed scan": (lambda js, stream, count: jsx.DirectGet(js, stream).scan(confirm=True).to_list(), all_of),
+    "LogReader": (of_reader, all_of),
+    "batch": (lambda js, stream, count: jsx.DirectGet(js, stream).batch(count).to_list(), as_many_as_fit),
 }
+LASTS: Read = lambda js, stream, count: jsx.DirectGet(js, stream).multi_last([f"{stream}.>"]).to_list()  # noqa: E731
 
 
 async def check(
-    server: NatsServer, max_pending: int, size: int, read: Read, expected: list[int], *, learns: bool = True
+    server: NatsServer, max_pending: int, size: int, read: Read, expected: range, *, learns: bool = True
 ) -> None:
     """Read twice: everything is there, and only the first time may lose the connection, unless the read `learns` nothing.
 
@@ -132,9 +133,9 @@ async def check(
     `max_pending` may cost the connection whatever the client asks for; then the error says so.
     """
     tight = 2 * size > max_pending
-    async with connected(server.url) as (js, losses):
+    async with counted(server.url) as (js, losses):
         for turn in range(2):
-            with named(turn=turn):
+            with named(size=size, turn=turn):
                 try:
                     found = await read(js, f"S{size}", len(expected))
                 except errors.MessagesLostError as error:
@@ -142,7 +143,7 @@ async def check(
                     assert "max_bytes" in str(error)  # noqa: PT017
                     losses.forget(20)
                     continue
-                assert [message.seq for message in found] == expected
+                assert [message.seq for message in found] == list(expected)
                 assert all(len(message.data) == size and int(message.data[:9]) == message.seq for message in found)
                 if tight:
                     losses.forget(20)
@@ -152,33 +153,18 @@ async def check(
                     losses.check()
 
 
-@each("size", COUNTS)
-@each("read", READS.values())
-async def test_a_whole_range_is_read(server: NatsServer, max_pending: int, size: int, read: Read) -> None:
-    await check(server, max_pending, size, read, list(range(1, COUNTS[size] + 1)))
+@each("what", READS)
+async def test_a_read_returns_every_message(server: NatsServer, max_pending: int, what: str) -> None:
+    for size in COUNTS:
+        read, expected = READS[what]
+        await check(server, max_pending, size, read, expected(size))
 
 
-@each("size", COUNTS)
-async def test_a_batch_has_as_many_messages_as_asked_for(server: NatsServer, max_pending: int, size: int) -> None:
-    """As many as fit into its default `max_bytes`."""
-    count = 6_000_000 // size
-
-    def read(js: JetStreamContext, stream: str, count: int) -> Awaitable[list[jsx.StoredMsg]]:
-        return jsx.DirectGet(js, stream).batch(count).to_list()
-
-    await check(server, max_pending, size, read, list(range(1, count + 1)))
-
-
-@each("size", COUNTS)
-async def test_the_last_messages_of_subjects_are_all_read(server: NatsServer, max_pending: int, size: int) -> None:
+async def test_the_last_messages_of_subjects_are_all_read(server: NatsServer, max_pending: int) -> None:
     """Each read asks for all that the caller allows first: in one page it is sure to have every subject."""
-
-    def read(js: JetStreamContext, stream: str, count: int) -> Awaitable[list[jsx.StoredMsg]]:
-        return jsx.DirectGet(js, stream).multi_last([f"{stream}.>"]).to_list()
-
-    await check(
-        server, max_pending, size, read, list(range(COUNTS[size] - SUBJECTS + 1, COUNTS[size] + 1)), learns=False
-    )
+    for size, count in COUNTS.items():
+        newest = range(count - SUBJECTS + 1, count + 1)
+        await check(server, max_pending, size, LASTS, newest, learns=False)
 
 
 @each("size", COUNTS)
@@ -186,22 +172,18 @@ async def test_one_read_of_a_connection_learns_for_the_others(server: NatsServer
     """What a scan has found out holds for each read of this connection, also of other streams."""
     if 2 * size > max_pending:
         return  # see `check`
-    async with connected(server.url) as (js, losses):
-        await READS["scan"](js, "S60000", COUNTS[60_000])
+    async with counted(server.url) as (js, losses):
+        await READS["scan"][0](js, "S60000", COUNTS[60_000])
         losses.check()
-        for what, read in READS.items():
+        for what, (read, expected) in (READS | {"to_arrow": (columns, all_of)}).items():
             with named(read=what):
-                assert len(await read(js, f"S{size}", COUNTS[size])) == COUNTS[size]
+                assert len(await read(js, f"S{size}", len(expected(size)))) == len(expected(size))
                 losses.check()
-        count = 6_000_000 // size
-        assert len(await jsx.DirectGet(js, f"S{size}").batch(count).to_list()) == count
-        assert len(await columns(js, f"S{size}", COUNTS[size])) == COUNTS[size]
-        losses.check()
 
 
-async def test_an_application_that_is_busy_between_messages_reads_everything(server: NatsServer) -> None:
-    """While it computes, nothing is read from the socket, and what is on its way waits at the server."""
-    async with connected(server.url) as (js, losses):
+async def test_a_connection_is_not_lost_beside_other_work(server: NatsServer) -> None:
+    """While the application computes, what is on its way waits at the server; a loss would cost other requests their answers."""
+    async with counted(server.url) as (js, losses):
         for _ in range(3):
             seqs: list[int] = []
             async with jsx.DirectGet(js, "S60000").scan() as messages:
@@ -209,16 +191,9 @@ async def test_an_application_that_is_busy_between_messages_reads_everything(ser
                     seqs.append(message.seq)
                     if message.seq % 20 == 0:
                         time.sleep(0.01)
-            assert seqs == list(range(1, COUNTS[60_000] + 1))
+            assert seqs == list(all_of(60_000))
             losses.check()
-
-
-async def test_other_requests_of_the_connection_are_answered_during_a_scan(server: NatsServer) -> None:
-    """A lost connection would cost them their answers."""
-    async with connected(server.url) as (js, losses):
-        await READS["scan"](js, "S60000", COUNTS[60_000])
-        losses.check()
-        reading = asyncio.ensure_future(READS["scan"](js, "S60000", COUNTS[60_000]))
+        reading = asyncio.ensure_future(READS["scan"][0](js, "S60000", COUNTS[60_000]))
         while not reading.done():
             assert (await js.account_info()).streams == len(COUNTS)
         assert len(await reading) == COUNTS[60_000]
@@ -285,7 +260,7 @@ def small_server() -> Iterator[NatsServer]:
     """A server with one stream of 30 messages of 60 kB."""
 
     async def fill_one(url: str) -> None:
-        async with await nats.connect(url, connect_timeout=10) as nc:
+        async with connected(url) as nc:
             js = nc.jetstream(timeout=30)
             await js.add_stream(name="S", subjects=["s.*"], allow_direct=True)
             for n in range(30):
@@ -297,8 +272,7 @@ def small_server() -> Iterator[NatsServer]:
 
 
 HOPELESS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
-    "scan": lambda js: jsx.DirectGet(js, "S").scan().to_list(),
-    "confirmed scan": lambda js: jsx.DirectGet(js, "S").scan(confirm=True).to_list(),
+    "scan": lambda js: jsx.DirectGet(js, "S").scan(confirm=True).to_list(),
     "batch": lambda js: jsx.DirectGet(js, "S").batch(30).to_list(),
     "multi_last": lambda js: jsx.DirectGet(js, "S").multi_last(["s.>"]).to_list(),
     "to_arrow": lambda js: arrow.to_arrow(js, "S"),
@@ -309,7 +283,7 @@ HOPELESS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
 async def test_an_error_names_max_bytes_if_each_attempt_loses_the_connection(
     small_server: NatsServer, what: str
 ) -> None:
-    async with Cutter(small_server.port, 50_000) as url, connected(url) as (js, losses):
+    async with Cutter(small_server.port, 50_000) as url, counted(url) as (js, losses):
         async with asyncio.timeout(60):
             with pytest.raises(errors.MessagesLostError, match=r"'S'.*max_bytes"):
                 await HOPELESS[what](js._nc.jetstream(timeout=2))
@@ -322,7 +296,7 @@ async def test_a_read_finds_the_size_that_the_connection_brings(small_server: Na
 
     A page of `multi_last` also brings the newest message, so there two messages must fit.
     """
-    async with Cutter(small_server.port, limit) as url, connected(url) as (js, losses):
+    async with Cutter(small_server.port, limit) as url, counted(url) as (js, losses):
         for turn in range(2):
             for what, read in HOPELESS.items():
                 with named(turn=turn, read=what):
@@ -333,9 +307,7 @@ async def test_a_read_finds_the_size_that_the_connection_brings(small_server: Na
                         losses.forget(20)
                         continue
                     assert len(await read(js)) == 30
-                    if (
-                        what == "multi_last"
-                    ):  # its first page is as long as the caller allows, and pages bring one message more
+                    if what == "multi_last":  # its first page is as long as the caller allows
                         await js.account_info()
                         losses.forget(10)
                     else:

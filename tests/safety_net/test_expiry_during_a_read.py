@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-import nats
+from clients import connected
 from frame_proxy import FrameProxy, before_request
 from nats.js import JetStreamContext
 
@@ -29,13 +29,11 @@ async def test_snapshot_never_has_a_key_without_one_that_outlived_it(
         while (await js.stream_info(f"KV_{name}")).state.messages > 1:
             await asyncio.sleep(0.02)
 
-    async with FrameProxy(server.port, before_request(2, r"\.DIRECT\.GET\.", wait_for_expiry)) as proxy:
-        nc = await nats.connect(proxy.url, connect_timeout=10)
+    expire = before_request(2, r"\.DIRECT\.GET\.", wait_for_expiry)
+    async with FrameProxy(server.port, expire) as proxy, connected(proxy.url) as nc:
         try:
             snapshot = await kvx.snapshot(await nc.jetstream(timeout=60).key_value(name))
         except JetStreamExtError:
             return  # an error is also correct
-        finally:
-            await nc.close()
     there = [n for n in range(3001) if f"k{n}" in snapshot]
     assert there == list(range(there[0], 3001))

@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import nats
 import pytest
+from clients import connected
 from frame_proxy import FrameProxy, before_request
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
@@ -36,53 +36,49 @@ def purge_between_requests(js: JetStreamContext, name: str) -> Callable[..., Awa
     return before_request(2, rf"\.DIRECT\.GET\.{name}$", lambda: js.purge_stream(name, seq=PURGED + 1))
 
 
+async def lost_in(
+    server: NatsServer, js: JetStreamContext, name: str, read: Callable[[LogReader], Awaitable[Any]]
+) -> int:
+    """Return the first sequence that the reader reports as lost, or else the one after the last message."""
+    async with FrameProxy(server.port, purge_between_requests(js, name)) as proxy, connected(proxy.url) as nc:
+        try:
+            await read(LogReader(nc.jetstream(timeout=30), name))
+        except PositionLostError as error:
+            return error.expected or 0
+    return MESSAGES + 1
+
+
 async def test_reader_from_the_first_message_reports_a_purge_during_its_first_group(
     server: NatsServer, js: JetStreamContext, numbers: str
 ) -> None:
-    async with FrameProxy(server.port, purge_between_requests(js, numbers)) as proxy:
-        nc = await nats.connect(proxy.url, connect_timeout=10)
-        read: list[int] = []
-        expected: int | None = MESSAGES + 1
-        try:
-            async for message in LogReader(nc.jetstream(timeout=30), numbers):
-                read.append(message.seq)  # noqa: PERF401 - messages before an error count, too
-        except PositionLostError as error:
-            expected = error.expected
-        finally:
-            await nc.close()
-    assert read == list(range(1, len(read) + 1)), "the sequences that were returned have a hole"
-    assert expected == len(read) + 1
+    seqs: list[int] = []
+
+    async def read(reader: LogReader) -> None:
+        async for message in reader:
+            seqs.append(message.seq)  # noqa: PERF401 - messages before an error count, too
+
+    expected = await lost_in(server, js, numbers, read)
+    assert seqs == list(range(1, expected)), "the sequences that were returned have a hole"
 
 
 async def test_worker_does_not_end_as_a_success_when_inputs_are_purged_unhandled(
     server: NatsServer, js: JetStreamContext, numbers: str, stream_name: Callable[[], str]
 ) -> None:
-    output = stream_name()
+    output, handled = stream_name(), list[int]()
     await js.add_stream(name=output, subjects=[f"{output}.>"], allow_direct=True, allow_atomic=True)
-    handled: list[int] = []
-    expected: int | None = MESSAGES + 1
-    async with FrameProxy(server.port, purge_between_requests(js, numbers)) as proxy:
-        nc = await nats.connect(proxy.url, connect_timeout=10)
-        try:
-            reader = LogReader(nc.jetstream(timeout=30), numbers)
-            await exactly_once(
-                reader, output, lambda message: handled.append(message.seq), name="w", prefix=f"{output}.at"
-            )
-        except PositionLostError as error:
-            expected = error.expected
-        finally:
-            await nc.close()
-    assert handled == list(range(1, len(handled) + 1)), "the worker passed over inputs"
-    assert expected == len(handled) + 1
+
+    async def work(reader: LogReader) -> None:
+        await exactly_once(reader, output, lambda message: handled.append(message.seq), name="w", prefix=f"{output}.at")
+
+    expected = await lost_in(server, js, numbers, work)
+    assert handled == list(range(1, expected)), "the worker passed over inputs"
 
 
 @pytest.fixture(params=["2.11.11", "2.12.8", "2.14.6", None])
 async def js_of_version(request: pytest.FixtureRequest) -> AsyncIterator[JetStreamContext]:
     """Servers with file storage find no message from sequence 2**62 on, and acknowledge them."""
-    async with NatsServer(version=request.param) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
+    async with NatsServer(version=request.param) as server, connected(server.url) as nc:
         yield nc.jetstream()
-        await nc.close()
 
 
 async def make_large(js: JetStreamContext, name: str, **config: Any) -> None:
