@@ -80,7 +80,8 @@ async def resolve(js: JetStreamContext) -> None:
 async def singles(js: JetStreamContext) -> None:
     direct, then = jsx.DirectGet(js, "S"), datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
     assert (await direct.get(1)).seq == (await direct.get_next("s.*")).seq == (await direct.get_at(then)).seq == 1
-    for batch in (direct.batch(5), direct.multi_last(["s.>"]), direct.scan()):
+    now = datetime.datetime.now(datetime.UTC)
+    for batch in (direct.batch(5), direct.multi_last(["s.>"]), direct.scan(), direct.scan(up_to_time=now)):
         assert len(await batch.to_list()) == 2
 
 

@@ -2,15 +2,13 @@
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Container
+from collections.abc import AsyncIterator, Callable, Container
 from datetime import UTC, datetime
 from typing import Any
 
 import nats
 import nats.errors
 import pytest
-from client_cells import each
 from clients import connected
 from nats.aio.client import Client
 from nats.js import JetStreamContext
@@ -132,21 +130,6 @@ class TestSilence:
         assert await seqs(direct.scan(batch=5, prefetch=1)) == [1, 2, 3, 4, 5]
         assert [request["seq"] for request in fake.requests] == [1, 4]
 
-    @each(
-        "read",
-        [
-            lambda d: d.get(1), lambda d: d.get_at(datetime.now(UTC)), lambda d: d.batch(3).to_list(), lambda d: d.scan().to_list(),
-            lambda d: d.multi_last(["a"]).to_list(),
-        ],
-    )  # fmt: skip
-    async def test_from_the_start_is_a_timeout(
-        self, fake: Responder, js: JetStreamContext, read: Callable[[jsx.DirectGet], Awaitable[object]]
-    ) -> None:
-        fake.answers = [lambda _: []]
-        async with asyncio.timeout(20):
-            with pytest.raises(errors.RequestTimeoutError, match=f"{fake.stream}.*no answer"):
-                await read(jsx.DirectGet(js, fake.stream, timeout=0.2))
-
     async def test_a_page_of_multi_last_counts_only_as_a_whole(self, fake: Responder, direct: jsx.DirectGet) -> None:
         fake.answers = [lambda _: [row(4, 0, 2)]]
         fake.silent = (1, 2)
@@ -184,29 +167,6 @@ async def test_missing_responders_in_mid_read_are_waited_for(fake: Responder, di
     fake.silent = (len(fake.requests) + 3,)
     with pytest.raises(errors.DirectGetDisabledError):
         await direct.scan(batch=2, prefetch=1).to_list()
-
-
-@each("max_bytes", [100_000, 8 << 20])
-async def test_a_connection_cut_for_slow_reading_skips_no_message(max_bytes: int) -> None:
-    """A server may cut the connection if a reply is larger than its ``max_pending`` for a client."""
-    config = "max_pending: 262144\nmax_payload: 65536\nwrite_deadline: 200ms"
-    async with NatsServer(config=config) as server, connected(server.url) as nc:
-        js = nc.jetstream()
-        await js.add_stream(name="S", subjects=["s"], allow_direct=True)
-        for _ in range(10):
-            await asyncio.gather(*(js.publish("s", bytes(10_000)) for _ in range(100)))
-        read: list[int] = []
-        try:
-            async with asyncio.timeout(120), jsx.DirectGet(js, "S", timeout=20).scan(max_bytes=max_bytes) as messages:
-                async for message in messages:
-                    read.append(message.seq)
-                    if len(read) % 300 == 0:
-                        time.sleep(0.3)  # blocks the loop, so that the socket fills up
-        except (errors.MessagesLostError, errors.RequestTimeoutError, nats.errors.Error):
-            assert max_bytes > 100_000, "only a reply over max_pending can fail"
-        else:
-            assert len(read) == 1000
-        assert read == list(range(1, len(read) + 1))
 
 
 async def test_a_connection_closed_in_mid_read_ends_it(fake: Responder, server: NatsServer) -> None:

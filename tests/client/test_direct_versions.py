@@ -178,17 +178,6 @@ class TestMultiLast:
             else:
                 assert read + await seqs(multi) == [1, 2, 3]
 
-    async def test_a_limited_read_whose_subjects_change_is_an_error(self, js: JetStreamContext, make: Make) -> None:
-        name = await make(max_msgs_per_subject=1)
-        for number in range(20):
-            await js.publish(f"{name}.{number}")
-        multi = jsx.DirectGet(js, name).multi_last([f"{name}.>"], max_bytes=1, batch=15)
-        assert (await anext(multi)).seq == 1
-        for number in (8, 9):
-            await js.publish(f"{name}.{number}")
-        with pytest.raises(errors.HistoryUnavailableError, match="2 subjects"):
-            await seqs(multi)
-
     @each("storage", ["file", "memory"])
     @each("max_bytes", [1, 1 << 20])
     async def test_a_point_beyond_the_end_is_the_end(

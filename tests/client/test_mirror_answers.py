@@ -14,10 +14,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig, StreamSource
-from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
-import jetstream_ext.kv as kvx
 from jetstream_ext import arrow, errors
 from jetstream_ext.log import LogReader
 from jetstream_ext.testing import NatsServer
@@ -100,23 +98,14 @@ MIN_SEQ: dict[str, tuple[Read, Any]] = {
 }
 UNPROVED: dict[str, Callable[[JetStreamContext, str], Awaitable[list[jsx.StoredMsg]]]] = {
     "scan": lambda js, s: jsx.DirectGet(js, s).scan(batch=25).to_list(),
-    "batch": lambda js, s: jsx.DirectGet(js, s).batch(100).to_list(),
     "multi_last": lambda js, s: jsx.DirectGet(js, s).multi_last([f"{s}.>"]).to_list(),
     "get": lambda js, s: asyncio.gather(jsx.DirectGet(js, s).get(1)),
     "get_last": lambda js, s: asyncio.gather(jsx.DirectGet(js, s).get_last(f"{s}.1")),
-    "get_next": lambda js, s: asyncio.gather(jsx.DirectGet(js, s).get_next(f"{s}.1", seq=5)),
-    "get_at": lambda js, s: asyncio.gather(jsx.DirectGet(js, s).get_at(START)),
     "LogReader": lambda js, s: LogReader(js, s, confirm=False).read(100),
 }
 
 
 # Each read of a bucket with the keys `k0` to `k59`, and the keys that it finds.
-BUCKET: dict[str, tuple[Callable[[KeyValue], Awaitable[Any]], set[str]]] = {
-    "get_many": (lambda kv: kvx.get_many(kv, [f"k{n}" for n in range(90)]), {f"k{n}" for n in range(COUNT)}),
-    "get_many of two keys": (lambda kv: kvx.get_many(kv, ["k1", "k3", "none"]), {"k1", "k3"}),
-    "snapshot": (kvx.snapshot, {f"k{n}" for n in range(COUNT)}),
-    "snapshot of some keys": (lambda kv: kvx.snapshot(kv, ["k3", "k4", "none"]), {"k3", "k4"}),
-}
 
 
 async def fill(js: JetStreamContext, name: str, count: int = COUNT, payload: bytes = b"") -> None:
@@ -131,13 +120,6 @@ async def holed(js: JetStreamContext, name: str) -> str:
     for gone in GONE:
         await js.delete_msg(name, gone)
     return name
-
-
-async def fill_bucket(js: JetStreamContext, bucket: str) -> KeyValue:
-    kv = await kvx.enable(await js.create_key_value(bucket=bucket))
-    for n in range(COUNT):
-        await kv.put(f"k{n}", b"%d" % n)
-    return kv
 
 
 async def mirror(js: JetStreamContext, name: str, origin: str, messages: int, **options: Any) -> None:
@@ -234,25 +216,6 @@ async def test_reads_beside_a_lagging_mirror_are_complete(js: JetStreamContext, 
     assert (await js.stream_info(f"{name}_LATE")).state.last_seq == 20
 
 
-async def test_reads_of_a_bucket_beside_a_lagging_mirror_are_complete(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    name = stream_name()
-    kv = await fill_bucket(js, name)
-    await mirror(js, f"{name}_LATE", f"KV_{name}", COUNT, max_msg_size=50)  # headers count as well
-    for turn in range(TURNS):
-        await kv.put("k1", b"too large for the mirror" * 3 + b"%d" % turn)
-        await kv.put("new", b"too large for the mirror" * 3 + b"%d" % turn)
-        for what, (read, expected) in BUCKET.items():
-            with named(read=what):
-                found = await read(kv)
-                assert set(found) - {"new"} == expected
-                assert "k1" not in found or found["k1"].value.endswith(b"mirror%d" % turn)
-        assert set(await kvx.get_many(kv, ["new"])) == {"new"}
-    # It passes over the messages that newer ones have replaced, and so may seem to be current.
-    assert (await js.stream_info(f"{name}_LATE")).state.messages == COUNT
-
-
 # -- only a mirror answers ---------------------------------------------------------------------------------------------
 
 # The mirror gets every direct get of the stream, as one does in the client's own cluster of a super-cluster, where the
@@ -261,8 +224,6 @@ NEAR = """
 mappings {
   "$JS.API.DIRECT.GET.ORIGIN": "$JS.API.DIRECT.GET.NEARBY"
   "$JS.API.DIRECT.GET.ORIGIN.>": "$JS.API.DIRECT.GET.NEARBY.>"
-  "$JS.API.DIRECT.GET.KV_ORIGIN": "$JS.API.DIRECT.GET.KV_NEARBY"
-  "$JS.API.DIRECT.GET.KV_ORIGIN.>": "$JS.API.DIRECT.GET.KV_NEARBY.>"
 }
 """
 TIMEOUT = 1.0
@@ -270,15 +231,13 @@ TIMEOUT = 1.0
 
 @pytest.fixture(scope="module")
 def far_server() -> Iterator[NatsServer]:
-    """A server whose mirrors NEARBY and KV_NEARBY answer all direct gets of the streams ORIGIN and KV_ORIGIN."""
+    """A server whose mirror NEARBY answers all direct gets of the stream ORIGIN."""
 
     async def create(url: str) -> None:
         async with await nats.connect(url, connect_timeout=10) as nc:
             js = nc.jetstream(timeout=30)
             await holed(js, "ORIGIN")
             await mirror(js, "NEARBY", "ORIGIN", len(SEQS))
-            await fill_bucket(js, "ORIGIN")
-            await mirror(js, "KV_NEARBY", "KV_ORIGIN", COUNT, max_msgs_per_subject=1)
 
     with NatsServer(config=NEAR) as server:
         asyncio.run(create(server.url))
@@ -298,9 +257,7 @@ async def mirror_answers(read: Awaitable[Any], stream: str, mirror: str, *words:
     async with asyncio.timeout(30):
         with pytest.raises(errors.JetStreamExtError) as caught:
             await read
-    from jetstream_ext.errors import MirrorAnswersError
-
-    assert type(caught.value) is MirrorAnswersError
+    assert type(caught.value) is errors.MirrorAnswersError
     assert 0.5 * TIMEOUT < time.monotonic() - started < 10 * TIMEOUT
     error: Any = caught.value
     text = str(error)
@@ -353,11 +310,6 @@ async def test_the_mirror_is_read_with_a_proof_under_its_own_name(far: JetStream
         with named(read=what):
             assert await CONFIRMED[what][0](far, "NEARBY") == SEQS
     assert await MIN_SEQ["batch"][0](far, "NEARBY") == SEQS
-
-
-@each("what", BUCKET, together=True)
-async def test_a_read_of_a_bucket_ends_with_an_error_if_only_a_mirror_answers(far: JetStreamContext, what: str) -> None:
-    await mirror_answers(BUCKET[what][0](await far.key_value("ORIGIN")), "KV_ORIGIN", "KV_NEARBY")
 
 
 async def test_a_proof_succeeds_as_soon_as_a_replica_answers(

@@ -39,15 +39,6 @@ SECONDS = 10.0  # the timeout of the calls, which no error needs; a reader goes 
 Read = Callable[[JetStreamContext, str], Awaitable[Any]]
 
 
-async def batches(js: JetStreamContext, stream: str, **options: Any) -> list[Any]:
-    return [part async for part in arrow.record_batches(js, stream, **options)]
-
-
-async def pull(js: JetStreamContext, stream: str) -> Any:
-    async with arrow.RecordBatchReader(js, stream) as reader:
-        return await asyncio.to_thread(reader.read_all)
-
-
 UNPROVED: dict[str, Read] = {
     "get": lambda js, s: jsx.DirectGet(js, s).get(1),
     "get_last": lambda js, s: jsx.DirectGet(js, s).get_last("a"),
@@ -61,8 +52,6 @@ UNPROVED: dict[str, Read] = {
     "scan of a range": lambda js, s: jsx.DirectGet(js, s).scan(subject="a", seq=2, up_to_seq=9).to_list(),
     "LogReader": lambda js, s: LogReader(js, s, confirm=False, patience=1).read(),
     "to_arrow": lambda js, s: arrow.to_arrow(js, s),
-    "record_batches": batches,
-    "RecordBatchReader": pull,
 }
 PROVED: dict[str, Read] = {
     "get": lambda js, s: jsx.DirectGet(js, s).get(1, min_seq=1),
@@ -80,7 +69,6 @@ PROVED: dict[str, Read] = {
     "LogReader.lag": lambda js, s: LogReader(js, s, patience=1).lag(),
     "LogReader that waits": lambda js, s: LogReader(js, s, tail=True, patience=1).read(timeout=SECONDS),
     "to_arrow": lambda js, s: arrow.to_arrow(js, s, confirm=True),
-    "record_batches": lambda js, s: batches(js, s, min_seq=1),
 }
 EVERY = [
     (f"{what}, {kind}", read)

@@ -2,11 +2,10 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
-import nats
 import pytest
 from client_cells import named
 from nats.js import JetStreamContext
@@ -19,23 +18,13 @@ VERSIONS = ["2.11.0", "2.11.11", "2.12.8", "2.15.1"]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
 FAR = datetime(9999, 12, 31, tzinfo=UTC)
-CONFIG = """
-accounts { A {
-  jetstream: enabled
-  users: [
-    { user: all, password: p }
-    { user: reader, password: p, permissions: { publish: ["$JS.API.DIRECT.GET.*"], subscribe: ["_INBOX.>"] } }
-  ]
-} }
-no_auth_user: all
-"""
 
 Make = Callable[..., Awaitable[str]]
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def server(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
-    with NatsServer(version=request.param, config=CONFIG) as server:
+    with NatsServer(version=request.param) as server:
         yield server
 
 
@@ -201,19 +190,6 @@ async def test_other_limits_apply_as_well(js: JetStreamContext, make: Make) -> N
     assert await seqs(direct.batch(9, seq=4, subject=f"{name}.1", up_to_time=times[9], min_seq=12)) == [4, 7]
 
 
-async def test_messages_stored_during_the_read_are_not_in_a_range_that_is_over(
-    js: JetStreamContext, make: Make
-) -> None:
-    name = await make()
-    await fill(js, name, 10)
-    when = (await everything(js, name))[-1].time + MICROSECOND
-    for confirm in (False, True):
-        async with jsx.DirectGet(js, name).scan(up_to_time=when, batch=2, prefetch=1, confirm=confirm) as messages:
-            found = [(await anext(messages)).seq]
-            await fill(js, name, 20)
-            assert found + [message.seq async for message in messages] == list(range(1, 11))
-
-
 async def test_arrow_reads_the_same_range(js: JetStreamContext, make: Make) -> None:
     name = await make()
     await fill(js, name, 9)
@@ -231,33 +207,3 @@ async def test_arrow_reads_the_same_range(js: JetStreamContext, make: Make) -> N
             assert whole.column("seq").to_pylist() == expected
     both = await arrow.to_arrow(js, name, start_time=messages[2].time, up_to_time=messages[5].time + MICROSECOND)
     assert both.column("seq").to_pylist() == [3, 4, 5, 6]
-
-
-@pytest.fixture
-async def reader_js(server: NatsServer) -> AsyncIterator[JetStreamContext]:
-    """A context of a client that may only ask for direct gets; a refused request would end at its timeout."""
-    refusals: list[Exception] = []
-
-    async def note(error: Exception) -> None:
-        refusals.append(error)
-
-    nc = await nats.connect(server.url, user="reader", password="p", connect_timeout=10, error_cb=note)
-    yield nc.jetstream(timeout=10)
-    await nc.flush()
-    await nc.close()
-    assert refusals == []
-
-
-async def test_permission_for_direct_gets_is_enough(
-    js: JetStreamContext, reader_js: JetStreamContext, make: Make
-) -> None:
-    name = await make()
-    await fill(js, name, 6)
-    messages = await everything(js, name)
-    when = messages[3].time + MICROSECOND
-    direct = jsx.DirectGet(reader_js, name)
-    for end, expected in ((when, [1, 2, 3, 4]), (EPOCH, []), (FAR, [1, 2, 3, 4, 5, 6])):
-        with named(end=end):
-            assert await seqs(direct.scan(up_to_time=end)) == expected
-            assert await seqs(direct.batch(9, up_to_time=end)) == expected
-            assert (await arrow.to_arrow(reader_js, name, up_to_time=end)).column("seq").to_pylist() == expected

@@ -284,7 +284,7 @@ class TestSilence:
         script.act()
         script.now = 10 * TIMEOUT
         script.machine.handle_timer(script.now)
-        assert isinstance(script.act(), Wait)
+        assert script.act() == Wait(script.now + PAUSE)
         script.machine.receive(script.sent[0], reply([1]), script.now)
         assert script.act() == Done()
 
@@ -419,7 +419,19 @@ class TestProvedBatch:
         assert script.delivered == [1, 2]
 
 
-@walk("make", [lambda: scan(batch=9, seconds=5), lambda: one_reply(9, seconds=5)])
+each_plan = walk("make", [lambda: scan(batch=9, seconds=5), lambda: one_reply(9, seconds=5)])
+
+
+@each_plan
+@walk("found", [None, 6, 99])
+def test_the_leader_proves_that_its_next_message_is_later(make: Callable[[], Plan], found: int | None) -> None:
+    script = Script(make(), 20)
+    script.answer(reply([3, 4]))
+    assert script.leader(found) == Done()
+    assert (script.delivered, script.plan.end) == ([3, 4], EndOfBatch(0, 4))
+
+
+@each_plan
 @walk("seqs, whole", [([3, 4], True), ([3, 4], False), ([], True), ([], False)])
 def test_rows_after_the_time_end_the_read_and_are_pending(
     make: Callable[[], Plan], seqs: list[int], whole: bool

@@ -33,20 +33,6 @@ async def test_past_before_markers_were_enabled_is_unavailable_for_keys_that_exp
         await kvx.snapshot(kv, ["session.*"], at=2)
 
 
-async def test_past_before_max_age_was_raised_is_unavailable_for_keys_that_expired(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    kv = await kvx.enable(await js.create_key_value(bucket=(name := stream_name()), history=1, ttl=1))
-    await kv.put("session.a", b"1")
-    await kv.put("other", b"2")
-    await expired(js, f"KV_{name}")
-    config = (await js.stream_info(f"KV_{name}")).config
-    await js.update_stream(config.evolve(max_age=3600))
-    await kv.put("other", b"3")
-    with pytest.raises(HistoryUnavailableError):
-        await kvx.snapshot(kv, ["session.*"], at=1)
-
-
 async def test_value_that_expires_without_a_marker_because_it_was_replaced_is_unavailable(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
