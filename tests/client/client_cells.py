@@ -1,4 +1,4 @@
-"""Tables of test cases as loops inside one test."""
+"""Tables of test cases as loops inside one test, and what reads return."""
 
 import asyncio
 import functools
@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+
+import jetstream_ext as jsx
 
 
 @contextmanager
@@ -63,3 +65,7 @@ def each(
         return chosen  # type: ignore[no-any-return]
 
     return decorate
+
+
+async def seqs(batch: jsx.MessageBatch) -> list[int]:
+    return [message.seq for message in await batch.to_list()]

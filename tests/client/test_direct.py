@@ -10,7 +10,7 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
-from client_cells import each, named
+from client_cells import each, named, seqs
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
@@ -41,10 +41,6 @@ async def stream(js: JetStreamContext, make_stream: MakeStream) -> str:
 @pytest.fixture
 def direct(js: JetStreamContext, stream: str) -> jsx.DirectGet:
     return jsx.DirectGet(js, stream, timeout=20)
-
-
-async def seqs(batch: jsx.MessageBatch) -> list[int]:
-    return [message.seq for message in await batch.to_list()]
 
 
 async def test_min_seq_times_out_if_the_write_never_happens(js: JetStreamContext, stream: str) -> None:

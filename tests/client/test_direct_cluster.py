@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from client_cells import seqs
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -32,10 +33,6 @@ async def fill(js: JetStreamContext, name: str, first: int, last: int) -> None:
 def portions(seqs: range) -> list[range]:
     """Split `seqs` into portions that a busy machine handles in time."""
     return [seqs[start : start + 200] for start in range(0, len(seqs), 200)]
-
-
-async def seqs(batch: jsx.MessageBatch) -> list[int]:
-    return [message.seq for message in await batch.to_list()]
 
 
 async def test_min_seq_and_confirm_see_every_earlier_write(js: JetStreamContext, make: Make) -> None:

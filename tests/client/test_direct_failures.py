@@ -9,6 +9,7 @@ from typing import Any
 import nats
 import nats.errors
 import pytest
+from client_cells import seqs
 from clients import connected
 from nats.aio.client import Client
 from nats.js import JetStreamContext
@@ -107,10 +108,6 @@ async def fake(
 @pytest.fixture
 def direct(js: JetStreamContext, fake: Responder) -> jsx.DirectGet:
     return jsx.DirectGet(js, fake.stream, timeout=TIMEOUT)
-
-
-async def seqs(batch: jsx.MessageBatch) -> list[int]:
-    return [message.seq for message in await batch.to_list()]
 
 
 async def read_until_error(batch: jsx.MessageBatch, read: list[int]) -> None:

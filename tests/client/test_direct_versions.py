@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from client_cells import each
+from client_cells import each, seqs
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -40,10 +40,6 @@ async def stream(js: JetStreamContext, make: Make) -> str:
 @pytest.fixture
 def direct(js: JetStreamContext, stream: str) -> jsx.DirectGet:
     return jsx.DirectGet(js, stream, timeout=60)
-
-
-async def seqs(batch: jsx.MessageBatch) -> list[int]:
-    return [message.seq for message in await batch.to_list()]
 
 
 async def time_of(direct: jsx.DirectGet, seq: int) -> datetime:

@@ -9,7 +9,7 @@ from typing import Any
 
 import nats
 import pytest
-from client_cells import each, named
+from client_cells import each, named, seqs
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
@@ -24,77 +24,67 @@ TURNS = 25  # the server chooses a responder at random for each request: a mirro
 COUNT = 60
 GONE = (7, 8, 40)
 SEQS = [seq for seq in range(1, COUNT + 1) if seq not in GONE]
+SEQS_OF = [[seq for seq in SEQS if seq % 3 == rest] for rest in range(3)]
 START = datetime(2020, 1, 1, tzinfo=UTC)
 
 Read = Callable[[JetStreamContext, str], Awaitable[Any]]
 
 
-async def seqs(batch: jsx.MessageBatch) -> list[int]:
-    return [message.seq for message in await batch.to_list()]
+async def up_to_41(direct: jsx.DirectGet) -> list[int]:
+    return await seqs(direct.scan(up_to_time=(await direct.get(41, min_seq=41)).time, confirm=True))
 
 
-async def seq(message: Awaitable[jsx.StoredMsg]) -> int:
-    return (await message).seq
-
-
-async def refused(read: Awaitable[Any]) -> type[Exception]:
-    with pytest.raises(errors.MessageNotFoundError):
-        await read
-    return errors.MessageNotFoundError
-
-
-async def log(js: JetStreamContext, stream: str, **options: Any) -> list[int]:
-    return [message.seq async for message in LogReader(js, stream, patience=js._timeout, **options)]
+async def result(found: Any) -> list[int]:
+    """Return the sequences that a read of any kind finds."""
+    if isinstance(found, jsx.MessageBatch):
+        return await seqs(found)
+    if isinstance(found, LogReader):
+        return [message.seq async for message in found]
+    try:
+        found = await found
+    except errors.MessageNotFoundError:
+        return []
+    return [found.seq] if isinstance(found, jsx.StoredMsg) else list(found)
 
 
 async def column(js: JetStreamContext, stream: str, **options: Any) -> list[int]:
     return (await arrow.to_arrow(js, stream, **options)).column("seq").to_pylist()  # type: ignore[no-any-return]
 
 
-async def up_to_41(js: JetStreamContext, stream: str) -> list[int]:
-    direct = jsx.DirectGet(js, stream)
-    when = (await direct.get(41, min_seq=41)).time
-    return await seqs(direct.scan(up_to_time=when, confirm=True))
+def direct(read: Callable[[jsx.DirectGet, str], Any]) -> Read:
+    return lambda js, s: result(read(jsx.DirectGet(js, s), s))
 
 
-# Each read of a stream with the messages `SEQS`, where sequence n is on subject `<stream>.<n % 3>`, and its result.
-CONFIRMED: dict[str, tuple[Read, Any]] = {
-    "scan": (lambda js, s: seqs(jsx.DirectGet(js, s).scan(batch=25, confirm=True)), SEQS),
-    "scan of a subject": (
-        lambda js, s: seqs(jsx.DirectGet(js, s).scan(subject=f"{s}.2", confirm=True)),
-        [seq for seq in SEQS if seq % 3 == 2],
-    ),
-    "scan from a time": (lambda js, s: seqs(jsx.DirectGet(js, s).scan(start_time=START, confirm=True)), SEQS),
-    "scan up to a time": (up_to_41, [seq for seq in SEQS if seq <= 41]),
+def log(js: JetStreamContext, stream: str, **options: Any) -> Awaitable[list[int]]:
+    return result(LogReader(js, stream, patience=js._timeout, **options))
+
+
+# Each read of a stream with the messages `SEQS`, where sequence n is on subject `<stream>.<n % 3>`, and what it finds.
+CONFIRMED: dict[str, tuple[Read, list[int]]] = {
+    "scan": (direct(lambda d, s: d.scan(batch=25, confirm=True)), SEQS),
+    "scan of a subject": (direct(lambda d, s: d.scan(subject=f"{s}.2", confirm=True)), SEQS_OF[2]),
+    "scan from a time": (direct(lambda d, s: d.scan(start_time=START, confirm=True)), SEQS),
+    "scan up to a time": (direct(lambda d, s: up_to_41(d)), [seq for seq in SEQS if seq <= 41]),
     "LogReader": (log, SEQS),
-    "LogReader of a subject": (lambda js, s: log(js, s, subject=f"{s}.0"), [seq for seq in SEQS if seq % 3 == 0]),
+    "LogReader of a subject": (lambda js, s: log(js, s, subject=f"{s}.0"), SEQS_OF[0]),
     "to_arrow": (lambda js, s: column(js, s, confirm=True), SEQS),
 }
-MIN_SEQ: dict[str, tuple[Read, Any]] = {
-    "scan": (lambda js, s: seqs(jsx.DirectGet(js, s).scan(batch=25, min_seq=COUNT)), SEQS),
-    "batch": (lambda js, s: seqs(jsx.DirectGet(js, s).batch(100, min_seq=COUNT)), SEQS),
-    "batch of a subject": (
-        lambda js, s: seqs(jsx.DirectGet(js, s).batch(5, subject=f"{s}.2", seq=6, min_seq=COUNT)),
-        [11, 14, 17, 20, 23],
-    ),
-    "multi_last": (lambda js, s: seqs(jsx.DirectGet(js, s).multi_last([f"{s}.*"], min_seq=COUNT)), [58, 59, 60]),
+MIN_SEQ: dict[str, tuple[Read, list[int]]] = {
+    "scan": (direct(lambda d, s: d.scan(batch=25, min_seq=COUNT)), SEQS),
+    "batch": (direct(lambda d, s: d.batch(100, min_seq=COUNT)), SEQS),
+    "batch of a subject": (direct(lambda d, s: d.batch(5, subject=f"{s}.2", seq=6, min_seq=COUNT)), SEQS_OF[2][2:7]),
+    "multi_last": (direct(lambda d, s: d.multi_last([f"{s}.*"], min_seq=COUNT)), [58, 59, 60]),
     "multi_last of the past": (
-        lambda js, s: seqs(jsx.DirectGet(js, s).multi_last([f"{s}.>"], up_to_seq=41, min_seq=COUNT)),
+        direct(lambda d, s: d.multi_last([f"{s}.>"], up_to_seq=41, min_seq=COUNT)),
         [37, 39, 41],
     ),
-    "get": (lambda js, s: seq(jsx.DirectGet(js, s).get(3, min_seq=COUNT)), 3),
-    "get of a newer one": (lambda js, s: seq(jsx.DirectGet(js, s).get(59, min_seq=COUNT)), 59),
-    "get_last": (lambda js, s: seq(jsx.DirectGet(js, s).get_last(f"{s}.2", min_seq=COUNT)), 59),
-    "get_next": (lambda js, s: seq(jsx.DirectGet(js, s).get_next(f"{s}.*", seq=7, min_seq=COUNT)), 9),
-    "get_at": (lambda js, s: seq(jsx.DirectGet(js, s).get_at(START, min_seq=COUNT)), 1),
-    "get of a deleted message": (
-        lambda js, s: refused(jsx.DirectGet(js, s).get(8, min_seq=COUNT)),
-        errors.MessageNotFoundError,
-    ),
-    "get_last of no message": (
-        lambda js, s: refused(jsx.DirectGet(js, s).get_last(f"{s}.none", min_seq=COUNT)),
-        errors.MessageNotFoundError,
-    ),
+    "get": (direct(lambda d, s: d.get(3, min_seq=COUNT)), [3]),
+    "get of a newer one": (direct(lambda d, s: d.get(59, min_seq=COUNT)), [59]),
+    "get_last": (direct(lambda d, s: d.get_last(f"{s}.2", min_seq=COUNT)), [59]),
+    "get_next": (direct(lambda d, s: d.get_next(f"{s}.*", seq=7, min_seq=COUNT)), [9]),
+    "get_at": (direct(lambda d, s: d.get_at(START, min_seq=COUNT)), [1]),
+    "get of a deleted message": (direct(lambda d, s: d.get(8, min_seq=COUNT)), []),
+    "get_last of no message": (direct(lambda d, s: d.get_last(f"{s}.none", min_seq=COUNT)), []),
 }
 UNPROVED: dict[str, Callable[[JetStreamContext, str], Awaitable[list[jsx.StoredMsg]]]] = {
     "scan": lambda js, s: jsx.DirectGet(js, s).scan(batch=25).to_list(),
@@ -103,9 +93,6 @@ UNPROVED: dict[str, Callable[[JetStreamContext, str], Awaitable[list[jsx.StoredM
     "get_last": lambda js, s: asyncio.gather(jsx.DirectGet(js, s).get_last(f"{s}.1")),
     "LogReader": lambda js, s: LogReader(js, s, confirm=False).read(100),
 }
-
-
-# Each read of a bucket with the keys `k0` to `k59`, and the keys that it finds.
 
 
 async def fill(js: JetStreamContext, name: str, count: int = COUNT, payload: bytes = b"") -> None:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
-from client_cells import named
+from client_cells import named, seqs
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -30,10 +30,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
 
 def nanoseconds(when: datetime) -> int:
     return (when - EPOCH) // MICROSECOND * 1000
-
-
-async def seqs(batch: jsx.MessageBatch) -> list[int]:
-    return [message.seq for message in await batch.to_list()]
 
 
 async def everything(js: JetStreamContext, stream: str) -> list[jsx.StoredMsg]:

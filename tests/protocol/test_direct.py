@@ -98,14 +98,9 @@ def refused(text: bytes, error: type[Exception], *before: Frame) -> Case:
 
 CASES = {
     "nothing yet": Case([]),
-    "a message, no end yet": Case([message(4, 0, 8, b"m4")], [(4, b"m4")]),
     "batch of 2": Case(
         [message(4, 0, 8, b"m4"), message(5, 4, 7, b"m5", stored=b"X-U: v5\r\n"), eob(7, 5)],
         [(4, b"m4"), (5, b"m5")], EndOfBatch(7, 5), headers=[{}, {"X-U": "v5"}],
-    ),
-    "headers on the first only": Case(
-        [message(4, 0, stored=b"X: 1\r\n"), M5, M6, eob(0, 6)],
-        [(4, b"m"), (5, b"m"), (6, b"m")], EndOfBatch(0, 6), headers=[{"X": "1"}, {}, {}],
     ),
     "empty payloads, and sequences that were deleted": Case(
         [message(2, 0, data=b""), message(9, 2), message(1000, 9), eob(0, 1000)],
@@ -131,10 +126,6 @@ CASES = {
     "a payload that looks like an end": stored(message(4, 0, data=block_of(eob(0, 4))), headers={}, data=block_of(eob(0, 4))),
     "two stored headers with one name": stored(message(4, 0, stored=b"K: 1\r\nK: 2\r\n"), headers={"K": "2"}),
     "a stored block without its end": stored(message(4, 0, stored=b"K: 1\r\nA: b", glued=True), headers={"K": "1"}),
-    "a stored block without its end after another message": Case(
-        [M4, message(5, 4, stored=b"Nats-Sequence: 77\r\nNats-Stream: X", glued=True), M6, eob(0, 6)],
-        [(4, b"m"), (5, b"m"), (6, b"m")], EndOfBatch(0, 6), headers=[{}, {}, {}],
-    ),
     "a stored block that is no header block": stored(
         raw(b"\x00garbag" + SERVER % (b"D", b"d.A", 4, TIME, 0, 0), b"m"), headers={}
     ),
@@ -153,9 +144,6 @@ CASES = {
         [(4, b"m"), (5, b"m")], EndOfBatch(0, 5, 9), headers=[{}, {}],
     ),
     # -- holes
-    "the first message was lost": Case([M5, eob(0, 5)], [], broken=(0, 4)),
-    "a message was lost": Case([M4, M6, eob(0, 6)], [(4, b"m")], broken=(4, 5)),
-    "the last message was lost": Case([M4, eob(0, 5)], [(4, b"m")], broken=(4, 5)),
     "every message was lost, the end came": Case([eob(3, 5)], [], broken=(0, 5)),
     "every message of a last page was lost": Case([eob(0, 11, 12)], [], broken=(0, 11)),
     "the beginning came twice": Case([M4, M4, eob(0, 4)], [(4, b"m")], broken=(4, 0)),

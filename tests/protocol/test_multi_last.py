@@ -228,15 +228,6 @@ def test_the_read_by_time_pages_by_sequence(file: bool) -> None:
 
 
 @BOTH
-def test_too_many_subjects_are_an_error(file: bool) -> None:
-    for point, proved in ((4, True), (4, False), (None, True), (None, False)):
-        world = one("abcd", Request(multi_last=("a", "b", "c"), up_to_seq=point), file=file, proved=proved)
-        world.replicas[0].most = 2
-        assert isinstance(world.act(), errors.TooManySubjectsError)
-        assert world.now == 0.0
-
-
-@BOTH
 def test_a_lagging_responder_does_not_show_what_is_needed(file: bool) -> None:
     for up_to, what in ((None, "sequence 4"), (4, "message 4")):
         world = one("abca", Request(multi_last=("a",), up_to_seq=up_to), file=file, proved=True, reached=3)
