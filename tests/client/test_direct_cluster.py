@@ -1,7 +1,8 @@
 """Direct Get on a cluster: lagging and dying replicas, and partial mirrors."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from client_cells import seqs
@@ -10,7 +11,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.testing import NatsCluster
+from jetstream_ext.testing import NatsCluster, NatsServer
 
 Make = Callable[..., Awaitable[str]]
 
@@ -26,13 +27,9 @@ def make(make_replicated: Make) -> Make:
 
 
 async def fill(js: JetStreamContext, name: str, first: int, last: int) -> None:
-    for some in portions(range(first, last + 1)):
+    for start in range(first, last + 1, 200):  # what a busy machine handles in time
+        some = range(start, min(start + 200, last + 1))
         await asyncio.gather(*(js.publish(f"{name}.{seq % 3}", b"%d" % seq) for seq in some))
-
-
-def portions(seqs: range) -> list[range]:
-    """Split `seqs` into portions that a busy machine handles in time."""
-    return [seqs[start : start + 200] for start in range(0, len(seqs), 200)]
 
 
 async def test_min_seq_and_confirm_see_every_earlier_write(js: JetStreamContext, make: Make) -> None:
@@ -46,21 +43,31 @@ async def test_min_seq_and_confirm_see_every_earlier_write(js: JetStreamContext,
         assert (await seqs(direct.scan(seq=turn, min_seq=ack.seq)))[:1] == [turn]
 
 
+@asynccontextmanager
+async def repaired(cluster: NatsCluster, repair: Callable[[], object]) -> AsyncIterator[None]:
+    """Let the server run again that the block kills or pauses."""
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(repair)
+        await asyncio.to_thread(cluster.wait_ready)
+
+
+async def leader_of(cluster: NatsCluster, js: JetStreamContext, name: str) -> NatsServer:
+    leader = (await js.stream_info(name)).cluster.leader  # type: ignore[union-attr]
+    return next(server for server in cluster.servers if server.name == leader)
+
+
 async def test_a_scan_survives_the_death_of_the_leader(cluster: NatsCluster, js: JetStreamContext, make: Make) -> None:
     name = await make()
     await fill(js, name, 1, 3000)
     read: list[int] = []
-    leader = (await js.stream_info(name)).cluster.leader  # type: ignore[union-attr]
-    killed = next(server for server in cluster.servers if server.name == leader)
-    try:
-        async with jsx.DirectGet(js, name, timeout=60).scan(batch=100, confirm=True) as messages:
-            async for message in messages:
-                read.append(message.seq)
-                if len(read) == 1050:
-                    await asyncio.to_thread(killed.kill)
-    finally:
-        await asyncio.to_thread(killed.restart)
-        await asyncio.to_thread(cluster.wait_ready)
+    killed, scan = await leader_of(cluster, js, name), jsx.DirectGet(js, name, timeout=60).scan(batch=100, confirm=True)
+    async with repaired(cluster, killed.restart), scan as messages:
+        async for message in messages:
+            read.append(message.seq)
+            if len(read) == 1050:
+                await asyncio.to_thread(killed.kill)
     assert read == list(range(1, 3001))
 
 
@@ -71,17 +78,13 @@ async def test_a_proof_waits_for_the_election_of_a_leader(
     name = await make()
     await fill(js, name, 1, 50)
     direct = jsx.DirectGet(js, name, timeout=60)  # the servers may need a second vote
-    leader = (await js.stream_info(name)).cluster.leader  # type: ignore[union-attr]
-    killed = next(server for server in cluster.servers if server.name == leader)
-    try:
-        async with direct.scan(batch=50, min_seq=50) as behind, direct.scan(batch=25, confirm=True) as whole:
-            assert [(await anext(behind)).seq, (await anext(whole)).seq] == [1, 1]
-            await asyncio.to_thread(killed.kill)
-            assert await seqs(behind) == list(range(2, 51))
-            assert await seqs(whole) == list(range(2, 51))
-    finally:
-        await asyncio.to_thread(killed.restart)
-        await asyncio.to_thread(cluster.wait_ready)
+    killed = await leader_of(cluster, js, name)
+    behind, whole = direct.scan(batch=50, min_seq=50), direct.scan(batch=25, confirm=True)
+    async with repaired(cluster, killed.restart), behind, whole:
+        assert [(await anext(behind)).seq, (await anext(whole)).seq] == [1, 1]
+        await asyncio.to_thread(killed.kill)
+        assert await seqs(behind) == list(range(2, 51))
+        assert await seqs(whole) == list(range(2, 51))
 
 
 async def test_a_scan_survives_a_hanging_server(cluster: NatsCluster, js: JetStreamContext, make: Make) -> None:
@@ -91,16 +94,12 @@ async def test_a_scan_survives_a_hanging_server(cluster: NatsCluster, js: JetStr
     connected = js._nc.connected_url.netloc  # type: ignore[union-attr]
     other = next(server for server in cluster.servers if connected not in server.url)
     read: list[int] = []
-    try:
-        async with jsx.DirectGet(js, name, timeout=4).scan(batch=50, prefetch=2) as messages:
+    with suppress(errors.RequestTimeoutError):  # both attempts of a request went to the paused server
+        scan = jsx.DirectGet(js, name, timeout=4).scan(batch=50, prefetch=2)
+        async with repaired(cluster, other.resume), scan as messages:
             async for message in messages:
                 read.append(message.seq)
                 if len(read) == 200:
                     await asyncio.to_thread(other.pause)
-    except errors.RequestTimeoutError:
-        pass  # both attempts of a request went to the paused server
-    finally:
-        await asyncio.to_thread(other.resume)
-        await asyncio.to_thread(cluster.wait_ready)
     assert read == list(range(1, len(read) + 1))
     assert len(read) >= 200

@@ -163,22 +163,6 @@ async def test_an_account_or_a_server_without_jetstream_says_so(server: NatsServ
             group.create_task(check(bare.url, "the server (has no|runs without) JetStream", *each))
 
 
-async def test_a_stream_that_is_created_later_is_read(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
-    """An error is not remembered."""
-    name = stream_name()
-    direct = jsx.DirectGet(js, name)
-    with pytest.raises(nats.js.errors.NotFoundError):
-        await direct.get(1)
-    await js.add_stream(name=name, subjects=[f"{name}.>"])
-    await js.publish(f"{name}.a", b"1")
-    with pytest.raises(errors.DirectGetDisabledError):
-        await direct.get(1)
-    config = (await js.stream_info(name)).config
-    await js.update_stream(config.evolve(allow_direct=True))
-    assert (await direct.get(1)).data == b"1"
-    assert [message.data for message in await direct.scan(confirm=True).to_list()] == [b"1"]
-
-
 async def test_a_stream_that_is_deleted_during_a_scan_is_an_error(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:

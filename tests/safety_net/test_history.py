@@ -18,21 +18,6 @@ async def expired(js: JetStreamContext, stream: str, last: int = 1) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_past_before_markers_were_enabled_is_unavailable_for_keys_that_expired_without_one(
-    js: JetStreamContext, stream_name: Callable[[], str]
-) -> None:
-    kv = await js.create_key_value(bucket=(name := stream_name()), history=1)
-    kv = await kvx.enable(kv, ttl=True)
-    await js.publish(f"$KV.{name}.session.a", b"1", headers=jsx.ttl_headers(1))
-    await js.publish(f"$KV.{name}.session.b", b"2", headers=jsx.ttl_headers(600))
-    await kv.put("other", b"3")
-    await expired(js, f"KV_{name}")
-    await kv.put("other", b"4")
-    kv = await kvx.enable(kv, ttl=3600)
-    with pytest.raises(HistoryUnavailableError):
-        await kvx.snapshot(kv, ["session.*"], at=2)
-
-
 async def test_value_that_expires_without_a_marker_because_it_was_replaced_is_unavailable(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
