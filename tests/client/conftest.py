@@ -18,6 +18,7 @@ from jetstream_ext.protocol.atomic import AtomicBatchMachine
 from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))  # the tests import `client_cells`
+sys.path.append(str(Path(__file__).parents[1] / "safety_net"))  # and `frame_proxy`
 
 MakeStream = Callable[..., Awaitable[str]]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from client_cells import each, named
 from clients import connected
+from frame_proxy import Frame, FrameProxy
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -203,56 +204,23 @@ async def test_a_connection_is_not_lost_beside_other_work(server: NatsServer) ->
 # -- no size is small enough ---------------------------------------------------------------------------------------------
 
 
-class Cutter:
-    """A proxy that aborts a connection as soon as it has brought more than `limit` bytes since the client last sent."""
+def cutter(port: int, limit: int) -> FrameProxy:
+    """Return a proxy that aborts a connection that has brought more than `limit` bytes since the client's last request."""
+    brought = 0
 
-    def __init__(self, port: int, limit: int) -> None:
-        self._port, self._limit = port, limit
-        self._links: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> str:
-        self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"nats://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
-
-    async def __aexit__(self, *_: object) -> None:
-        self._listener.close()
-        for link in self._links:
-            link.cancel()
-        await asyncio.gather(*self._links, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = asyncio.current_task()
-        assert link is not None
-        self._links.add(link)
-        back, upstream = await asyncio.open_connection("127.0.0.1", self._port)
+    async def ask(frame: Frame) -> Frame:
+        nonlocal brought
         brought = 0
+        return frame
 
-        async def forth() -> None:
-            nonlocal brought
-            while data := await reader.read(1 << 16):
-                brought = 0
-                upstream.write(data)
+    async def bring(frame: Frame) -> Frame:
+        nonlocal brought
+        brought += len(frame.header) + len(frame.payload)
+        if brought > limit:
+            raise ConnectionResetError
+        return frame
 
-        async def bring() -> None:
-            nonlocal brought
-            while data := await back.read(1 << 12):
-                brought += len(data)
-                if brought > self._limit:
-                    return
-                writer.write(data)
-
-        pumps = [asyncio.ensure_future(forth()), asyncio.ensure_future(bring())]
-        try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            pass  # the test is over; asyncio reports a cancelled task of its server as an error
-        finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
-            upstream.transport.abort()
-            writer.transport.abort()
-            self._links.discard(link)
+    return FrameProxy(port, ask, bring)
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +251,7 @@ HOPELESS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
 async def test_an_error_names_max_bytes_if_each_attempt_loses_the_connection(
     small_server: NatsServer, what: str
 ) -> None:
-    async with Cutter(small_server.port, 50_000) as url, counted(url) as (js, losses):
+    async with cutter(small_server.port, 50_000) as proxy, counted(proxy.url) as (js, losses):
         async with asyncio.timeout(60):
             with pytest.raises(errors.MessagesLostError, match=r"'S'.*max_bytes"):
                 await HOPELESS[what](js._nc.jetstream(timeout=2))
@@ -296,7 +264,7 @@ async def test_a_read_finds_the_size_that_the_connection_brings(small_server: Na
 
     A page of `multi_last` also brings the newest message, so there two messages must fit.
     """
-    async with Cutter(small_server.port, limit) as url, counted(url) as (js, losses):
+    async with cutter(small_server.port, limit) as proxy, counted(proxy.url) as (js, losses):
         for turn in range(2):
             for what, read in HOPELESS.items():
                 with named(turn=turn, read=what):
