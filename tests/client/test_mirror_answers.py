@@ -1,7 +1,6 @@
 """A proof needs a replica: mirrors answer under the stream's name, and may be partial, late, or all that answers."""
 
 import asyncio
-import pickle
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime
@@ -251,8 +250,6 @@ async def mirror_answers(read: Awaitable[Any], stream: str, mirror: str, *words:
     assert (error.stream, error.mirror) == (stream, mirror)
     for word in (stream, mirror, *words):
         assert word in text
-    again = pickle.loads(pickle.dumps(error))
-    assert (type(again), str(again), again.stream, again.mirror) == (type(error), text, stream, mirror)
 
 
 @each("what", CONFIRMED, together=True)
