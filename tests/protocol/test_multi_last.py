@@ -245,6 +245,11 @@ def test_an_empty_answer_counts_if_its_responder_is_known(file: bool) -> None:
     assert [request.multi_last for request in world.requests] == [("z",), ("z", "a")]
     assert world.questions == [NextMessage(Request(seq=1, next_by_subj=">"))]
     assert (world.delivered, world.plan.end) == ([], EndOfBatch(0, 0, 4, found=False))
+    world = one(
+        f"{NOT_INDEXED}b", Request(multi_last=("z",)), file=file, proved=True
+    )  # no filter finds its first message
+    assert world.act() is None
+    assert [request.multi_last for request in world.requests] == [("z",), ("z", "b")]
 
 
 def test_the_subject_of_the_witness_takes_no_room_of_the_batch() -> None:
