@@ -123,14 +123,12 @@ class Api:
 
         if self._lookup:
             cache.check_refused(subject)
-        # The server maps the API of its own domain.
-        mapped = f"{DEFAULT_PREFIX}.{what}" if subject.startswith(f"$JS.{connection.domain}.API.") else ""
         again = _REPEAT_AFTER if repeat else math.inf
         retry: Retry | None = None
         while True:
             left = max(0.0, self.remaining)
             try:
-                _, reply, size = await connection.request(subject, payload, left, mapped=mapped, again=again)
+                _, reply, size = await connection.request(subject, payload, left, again=again)
                 answer = parse_answer(subject, reply[size:], self._what or _object_of(what))
                 heard("")
                 return answer

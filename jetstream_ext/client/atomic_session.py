@@ -13,7 +13,6 @@ from nats.nuid import NUID
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import find_server, forget_stream, remember_ack
 from jetstream_ext.client.base_connection import (
-    ROOM,
     InboxHandler,
     InboxSubscription,
     NotPermittedError,
@@ -265,10 +264,8 @@ class AtomicSession:
     async def _wait_room(self, timeout: float) -> None:
         try:
             await self._connection.wait_room(timeout, over=lambda: self.machine.ended)
-        except RequestTimeoutError:
-            raise RequestTimeoutError(f"no {ROOM}") from None
         except nats.errors.Error as error:
-            if self.machine.state is State.NEW:
+            if isinstance(error, RequestTimeoutError) or self.machine.state is State.NEW:
                 raise
             self._write_failed(error)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
 import re
 import warnings
@@ -23,7 +22,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from jetstream_ext.errors import RequestTimeoutError, ResponseError
+from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
@@ -51,8 +50,6 @@ _REFUSAL: Final = re.compile(
 )
 _REFUSED_KEPT: Final = 1024
 
-ROOM: Final = "room in the write buffer of the connection"
-
 _T = TypeVar("_T")
 
 
@@ -60,11 +57,8 @@ class NotPermittedError(RequestTimeoutError):
     """There is no answer, and the server said why: the user may not publish to `subject`; `text` overrides the text."""
 
     def __init__(self, subject: str = "", text: str = "") -> None:
-        super().__init__(text or refused_message(subject))
-
-
-class OtherDomainError(ResponseError):
-    """The ack of a message is that of a stream of another domain, so it is not known whether the message is stored."""
+        refused = f"the server has refused a message to {subject!r}: the user had no permission to publish to it"
+        super().__init__(text or refused)
 
 
 class NotConnectedError(nats.errors.ConnectionClosedError):
@@ -76,11 +70,6 @@ class NotConnectedError(nats.errors.ConnectionClosedError):
 
 def never() -> bool:
     return False
-
-
-def refused_message(subject: str) -> str:
-    """Return what the server has said about a message to `subject`, for an error."""
-    return f"the server has refused a message to {subject!r}: the user had no permission to publish to it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,37 +152,6 @@ def call_handler(handler: Callable[..., None], *arguments: object) -> None:
         )
 
 
-class Refusals:
-    """What the server of a connection has refused since it was connected, by subjects in lower case."""
-
-    def __init__(self) -> None:
-        self.asking: dict[asyncio.Future[Any], tuple[str, str]] = {}
-        """The answers that are awaited, and the two names of the subject that a message went to."""
-        self.silent: str = ""
-        """The subjects to which the user may not subscribe although answers come there, if that is so."""
-        self._messages: dict[str, int] = {}  # when a message was refused, oldest first
-        self._number = itertools.count()
-
-    def forget(self) -> None:
-        """Forget everything: the next connection may have other permissions, and what the server refuses again is noted."""
-        self._messages.clear()
-        self.silent = ""
-
-    def message(self, subject: str) -> None:
-        """Note a message that was refused."""
-        self._messages.pop(subject, None)
-        self._messages[subject] = next(self._number)
-        if len(self._messages) > _REFUSED_KEPT:
-            del self._messages[next(iter(self._messages))]
-        for answer, names in self.asking.items():
-            if subject in map(str.lower, names):
-                complete(answer, NotPermittedError(names[0]))
-
-    def newest(self, subjects: Iterable[str]) -> int:
-        """Return a number that grows with every refused message to one of `subjects`; -1 if none was refused."""
-        return max((self._messages.get(subject.lower(), -1) for subject in subjects), default=-1)
-
-
 def complete(future: asyncio.Future[Any], result: object) -> None:
     if not future.done():
         future.set_result(result)
@@ -208,7 +166,12 @@ class BaseConnection(ABC):
         self._inboxes: dict[InboxSubscription, None] = {}  # the open ones
         self._poll: asyncio.TimerHandle | None = None
         self._lost = False
-        self._refusals = Refusals()
+        # What the server has refused since it was connected: messages, by `_refused_as` and oldest first, with the number of
+        # the refusal; and the subjects where answers come, if the user may not subscribe to them.
+        self._refused: dict[str, int] = {}
+        self._refusals = 0
+        self._silent = ""
+        self._asked: dict[asyncio.Future[Any], str] = {}  # the answers that are awaited, by where the message went
 
     # -- inboxes and what their handlers are told ---------------------------------------------------------------------
 
@@ -254,8 +217,9 @@ class BaseConnection(ABC):
     def _tell(self, *, connected: bool) -> None:
         """Tell every handler that the connection is lost or back; the callbacks may open and close inboxes."""
         self._lost = not connected
-        if not connected:
-            self._refusals.forget()
+        if not connected:  # the next connection may have other permissions, and what is refused again is noted
+            self._refused.clear()
+            self._silent = ""
         log_state(_log, "connection", "reconnected" if connected else "disconnected")
         for inbox in list(self._inboxes):
             handler = inbox.handler
@@ -267,41 +231,37 @@ class BaseConnection(ABC):
         """Tell who waits if `text`, an error that nats-py reports, says that the server has refused something."""
         if (found := _REFUSAL.search(text)) is None:
             return
-        subject = found[2].lower()
+        subject = self._refused_as(found[2])
         if found[1].lower() == "publish":
-            self._refusals.message(subject)
+            self._refusals += 1
+            self._refused.pop(subject, None)
+            self._refused[subject] = self._refusals
+            if len(self._refused) > _REFUSED_KEPT:
+                del self._refused[next(iter(self._refused))]
+            for answer, asked in self._asked.items():
+                if self._refused_as(asked) == subject:
+                    complete(answer, NotPermittedError(asked))
             return
         answers = self.nc.new_inbox().rpartition(".")[0]
         if subject.startswith(f"{answers.lower()}."):
-            self._refusals.silent = f"{answers}.>"
+            self._silent = f"{answers}.>"
         for inbox in list(self._inboxes):
             handler, name = inbox.handler, inbox.filter
-            if subject == name.lower() and handler is not None and handler.refused is not None:
+            if subject == self._refused_as(name) and handler is not None and handler.refused is not None:
                 text = f"the server refused the subscription: no permission to subscribe to {name}"
                 call_handler(handler.refused, NotPermittedError(name, text))
 
+    def _refused_as(self, subject: str) -> str:
+        """Return one name of a subject in refusals: a server maps the API of its own domain, and nats-py lowers the case."""
+        subject, domain = subject.lower(), f"$js.{self.domain}.api.".lower()
+        return "$js.api." + subject.removeprefix(domain) if subject.startswith(domain) else subject
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def request(
-        self,
-        subject: str,
-        payload: bytes,
-        timeout: float,
-        *,
-        mapped: str = "",
-        again: float = math.inf,
-    ) -> Frame:
-        """Send a request and return the first reply, within `timeout` seconds.
+    async def request(self, subject: str, payload: bytes, timeout: float, *, again: float = math.inf) -> Frame:
+        """Send a request, and return the first reply within `timeout` seconds; while nats-py reconnects, it waits.
 
-        While nats-py reconnects, it is sent once the connection is back.
-
-        Args:
-            subject: Where to send it.
-            payload: What to send.
-            timeout: Seconds to wait for the connection and the reply together.
-            mapped: The name to which the server may map the subject: a refusal has that name.
-            again: Seconds after which it is sent again while there is no reply, also after a reconnect; for requests that
-                change nothing.
+        A request that changes nothing can be sent `again` after so many seconds without a reply, and after a reconnect.
 
         Raises:
             NotPermittedError: The server has refused the request: it was not carried out. Or it has refused the subscription
@@ -336,7 +296,7 @@ class BaseConnection(ABC):
                 self.write_nowait(command, 1, len(payload))
                 until = min(deadline, loop.time() + again)
                 try:
-                    reply: Frame | None = await self.reply(answer, until, subject, mapped)
+                    reply: Frame | None = await self.reply(answer, until, subject)
                 except nats.errors.ConnectionReconnectingError:
                     if again == math.inf:
                         raise
@@ -358,18 +318,18 @@ class BaseConnection(ABC):
             raise nats.errors.NoRespondersError
         return reply
 
-    async def reply(self, answer: asyncio.Future[_T | None], until: float, subject: str, mapped: str = "") -> _T | None:
+    async def reply(self, answer: asyncio.Future[_T | None], until: float, subject: str) -> _T | None:
         """Return what a handler puts into `answer`, or None at the time `until`; raise it if it is an error.
 
-        Raises NotPermittedError as soon as the server refuses a message to `subject`, or to `mapped`, its name there.
+        Raises NotPermittedError as soon as the server refuses a message to `subject`.
         """
         timer = asyncio.get_running_loop().call_at(until, complete, answer, None)
-        self._refusals.asking[answer] = subject, mapped
+        self._asked[answer] = subject
         try:
             result = await answer
         finally:
             timer.cancel()
-            del self._refusals.asking[answer]
+            del self._asked[answer]
         if isinstance(result, Exception):
             raise result
         return result
@@ -423,7 +383,7 @@ class BaseConnection(ABC):
 
         Nothing is written. Raises RequestTimeoutError, and nats-py's error of a connection that has ended.
         """
-        late = f"timed out after {timeout:.4g} s while waiting for {ROOM}"
+        late = f"no room in the write buffer of the connection for {timeout:.4g} s"
         await self._wait(lambda: self.has_room or over(), timeout, late, _ROOM_POLL)
 
     # -- bounded waits ------------------------------------------------------------------------------------------------
@@ -436,7 +396,7 @@ class BaseConnection(ABC):
         the socket, or a full buffer while nats-py reconnects, is a ConnectionReconnectingError. Raises NotPermittedError as
         soon as the server refuses a message to `subject`.
         """
-        refused = self.refusals([subject])
+        refused = self.refusals(subject)
         task = asyncio.ensure_future(operation)
         task.add_done_callback(mark_retrieved)
         deadline = asyncio.get_running_loop().time() + timeout
@@ -479,36 +439,30 @@ class BaseConnection(ABC):
 
     # -- what the server has refused ----------------------------------------------------------------------------------
 
-    def refusals(self, subjects: Iterable[str]) -> Callable[[], bool]:
-        """Return a function that returns whether the server has refused a message to one of `subjects` since this call."""
-        names = list(subjects)
-        self._look()
-        before = self._refusals.newest(names)
+    def refusals(self, subject: str) -> Callable[[], bool]:
+        """Return a function that returns whether the server has refused a message to `subject` since this call."""
 
-        def refused() -> bool:
+        def newest() -> int:
             self._look()
-            return self._refusals.newest(names) > before
+            return self._refused.get(self._refused_as(subject), 0)
 
-        return refused
+        before = newest()
+        return lambda: newest() > before
 
     def why_silent(self, subjects: Iterable[str]) -> str:
         """Return the permission whose lack may be why a message to one of `subjects` has no answer, for an error; or ""."""
         self._look()
         for subject in subjects:
-            if self._refusals.newest([subject]) >= 0:
-                return f"; {refused_message(subject)}"
-        if answers := self._refusals.silent:
-            return f"; the server has refused a subscription: the user had no permission to subscribe to {answers}, where answers come"
+            if self._refused_as(subject) in self._refused:
+                return f"; {NotPermittedError(subject)}"
+        if self._silent:
+            return f"; the server has refused a subscription: the user had no permission to subscribe to {self._silent}, where answers come"
         return ""
 
     def explained(self, late: RequestTimeoutError, subjects: Iterable[str]) -> RequestTimeoutError:
         """Return the error about an answer that did not come to one of `subjects`, with what `why_silent` says."""
         why = "" if isinstance(late, NotPermittedError) else self.why_silent(subjects)
-        if not why or why in str(late):
-            return late
-        explained = RequestTimeoutError(f"{late}{why}")
-        explained.__cause__ = late.__cause__
-        return explained
+        return late if why in str(late) else RequestTimeoutError(f"{late}{why}")
 
     # -- the connection's state ---------------------------------------------------------------------------------------
 
@@ -646,10 +600,11 @@ class FallbackConnection(BaseConnection):
     def _append(self, data: bytes) -> None:
         self._queued += len(data)
         publishing = self._spawn(self._publish(data))  # fails if the connection is lost, which the handlers are told
-        publishing.add_done_callback(lambda _: self._written(len(data)))
 
-    def _written(self, size: int) -> None:
-        self._queued -= size
+        def written(_: object) -> None:
+            self._queued -= len(data)
+
+        publishing.add_done_callback(written)
 
     @property
     def has_room(self) -> bool:

@@ -36,10 +36,9 @@ from jetstream_ext.client.base_connection import (
     InboxSubscription,
     NotConnectedError,
     NotPermittedError,
-    OtherDomainError,
     call_handler,
 )
-from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
+from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError, ResponseError
 from jetstream_ext.protocol import feature_table, frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import Target, parsing
@@ -435,8 +434,8 @@ class Context:
         Raises:
             BadSubjectError, BadHeaderError, MaxPayloadError: A server would not take the message; nothing was sent.
             NotPermittedError: The server has refused the message: it is not stored.
-            OtherDomainError: The ack is that of a stream of another domain than the context's.
-            RequestTimeoutError, ResponseError: There was no ack, or a malformed one: the message may be stored.
+            RequestTimeoutError, ResponseError: There was no ack, or a malformed one, or that of a stream of another domain
+                than the context's: the message may be stored.
             Exception: As ``js.publish`` does.
         """
         assert isinstance(self.js, JetStreamContext)  # only those publish
@@ -454,7 +453,7 @@ class Context:
             raise connection.explained(late, [subject]) from None
         target = self.target()
         if other := target.other_stream(ack.stream, ack.domain):
-            raise OtherDomainError(target.answered_by(other))
+            raise ResponseError(target.answered_by(other))
         return ack
 
 

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 import nats.errors
 from nats.aio.client import Client
-from nats.js.api import DEFAULT_PREFIX
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client import telemetry
@@ -384,9 +383,8 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
         return await _read_at(context, stream, request, timeout)
     connection = context.connection
     subject, payload = request.address(f"{context.prefix}.DIRECT.GET.{stream}")
-    mapped, _ = request.address(f"{DEFAULT_PREFIX}.DIRECT.GET.{stream}")
     try:
-        answer = await connection.request(subject, payload, timeout, mapped=mapped, again=timeout / 2)
+        answer = await connection.request(subject, payload, timeout, again=timeout / 2)
         return decode_single(stream, answer, connection.server_version, request)
     except (nats.errors.NoRespondersError, DirectGetDisabledError):
         raise await _explained(context, stream, no_responders(stream), []) from None

@@ -20,7 +20,6 @@ from nats.nuid import NUID
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import find_server
 from jetstream_ext.client.base_connection import (
-    ROOM,
     BaseConnection,
     InboxHandler,
     InboxSubscription,
@@ -568,7 +567,7 @@ class FastSession:
             await self.connection.wait_room(timeout, over=lambda: batch.state is not state)
         except RequestTimeoutError:
             if not batch.sent:
-                raise RequestTimeoutError(f"no {ROOM}") from None
+                raise
             self.deliver(batch.give_up(self.now()))
         except nats.errors.Error:
             self._disconnected()
@@ -670,7 +669,7 @@ class FastSession:
         try:
             if self.now() >= deadline:
                 raise RequestTimeoutError("no answer to the lookups")
-            self._is_refused = connection.refusals([first.subject])
+            self._is_refused = connection.refusals(first.subject)
             batch.open(inbox.subject, server, self.now() - began)
         except BaseException:
             inbox.close()

@@ -94,7 +94,7 @@ async def _ask(context: Context, question: Question, timeout: float) -> Any:
         case outcome.AskRange(stream, first, last, see):
             assert isinstance(context.js, JetStreamContext)  # only those publish
             direct, subject = DirectGet(context.js, stream, timeout=timeout), f"{context.prefix}.DIRECT.GET.{stream}"
-            is_refused = context.connection.refusals([subject])
+            is_refused = context.connection.refusals(subject)
             try:
                 async with direct.scan(seq=first, up_to_seq=last, confirm=True) as messages:
                     async for message in messages:
