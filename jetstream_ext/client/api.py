@@ -50,13 +50,10 @@ SETTLE: Final = 3.0  # seconds that a new leader may take to apply what its pred
 
 # Seconds before an unanswered request is repeated: a new leader does not know the requests to a leader that died.
 _REPEAT_AFTER: Final = 1.0
-# How long a cached answer is used, in seconds. It bounds how much `AtomicBatch.resolve` may have to read.
+# How long a cached answer or refusal is used, in seconds. It bounds how much `AtomicBatch.resolve` may have to read.
 _CACHE_TTL: Final = 30.0
-# A lookup waits at most this long, in seconds, and this long if its call has no time left.
-_LOOKUP_TIMEOUT: Final = 2.0
+LOOKUP_TIMEOUT: Final = 2.0  # seconds that a call waits at most for what it can do without
 _NO_TIME: Final = 0.001
-# How long a request that the server refused is not sent again by a lookup, in seconds.
-_REFUSED_TTL: Final = 30.0
 
 _NONE_ON_THE_SERVER: Final = "the server has no JetStream"
 _NOT_ENABLED: Final[dict[int, str]] = {
@@ -71,31 +68,16 @@ _Item = TypeVar("_Item")
 class Api:
     """The JetStream API for one call of this library; all its requests share the deadline of `timeout` seconds.
 
-    A `lookup` asks what the call can do without, for at most two seconds. The server logs every request that it refuses,
-    so a lookup does not send one again for a while. An `optional` request is a lookup that has all of `timeout`.
-    `what` is the stream as refusals call it; without it they have the names in the subject of the request.
+    A `lookup` asks what the call can do without. The server logs every request that it refuses, so a lookup does not send
+    one again for a while. `what` is the stream as refusals call it; without it they have the names in the subject.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        timeout: float | None = None,
-        *,
-        lookup: bool = False,
-        optional: bool = False,
-        what: str = "",
-    ) -> None:
+    def __init__(self, context: Context, timeout: float | None = None, *, lookup: bool = False, what: str = "") -> None:
         self.context = context
         self._what = what
-        self._lookup = lookup or optional
-        if lookup and timeout is not None:
-            timeout = max(_NO_TIME, min(timeout, _LOOKUP_TIMEOUT))
-        self.timeout: float = context.resolve_timeout(timeout)
-        self._deadline = asyncio.get_running_loop().time() + self.timeout
-
-    @property
-    def remaining(self) -> float:
-        return self._deadline - asyncio.get_running_loop().time()
+        self._lookup = lookup
+        self._retry = Retry(context.resolve_timeout(timeout), first_pause=LAG_PAUSE)
+        self._retry.start()
 
     async def ask(
         self, what: str, body: Mapping[str, Any] | None = None, *, prefix: str | None = None, repeat: bool = False
@@ -121,24 +103,24 @@ class Api:
             if prefix is None:
                 cache.no_jetstream = no_jetstream
 
-        if self._lookup:
-            cache.check_refused(subject)
-        again = _REPEAT_AFTER if repeat else math.inf
-        retry: Retry | None = None
+        now = asyncio.get_running_loop().time()
+        if self._lookup and now - cache.refused.get(subject, -math.inf) < _CACHE_TTL:
+            raise NotPermittedError(subject)
+        again, within = _REPEAT_AFTER if repeat else math.inf, f"within {self._retry.give_up_after:.4g} s"
         while True:
-            left = max(0.0, self.remaining)
             try:
-                _, reply, size = await connection.request(subject, payload, left, again=again)
+                _, reply, size = await connection.request(subject, payload, self._retry.remaining, again=again)
                 answer = parse_answer(subject, reply[size:], self._what or _object_of(what))
                 heard("")
                 return answer
             except NotPermittedError:
                 if self._lookup:
-                    cache.refused[subject] = asyncio.get_running_loop().time()
+                    recent = {name: when for name, when in cache.refused.items() if now - when < _CACHE_TTL}
+                    cache.refused = recent | {subject: now}
                 raise
             except RequestTimeoutError:  # it names the seconds that were left
                 why = connection.why_silent(())
-                raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s{why}") from None
+                raise RequestTimeoutError(f"no answer on {subject} {within}{why}") from None
             except nats.errors.ConnectionReconnectingError as error:
                 raise RequestTimeoutError(f"no answer on {subject}: the connection was lost") from error
             except nats.errors.NoRespondersError as error:
@@ -152,11 +134,9 @@ class Api:
                     raise NotFoundError(error.code, _missing(what, error), error.err_code) from error
                 if not (repeat and has_no_leader(error)):
                     raise
-                late = RequestTimeoutError(f"no leader answered on {subject} within {self.timeout:.4g} s")
+                late = RequestTimeoutError(f"no leader answered on {subject} {within}")
                 late.__cause__ = error
-                if retry is None:
-                    retry = Retry(max(0.0, self.remaining), first_pause=LAG_PAUSE)
-                await retry.pause_until_deadline(late)
+                await self._retry.pause_until_deadline(late)
 
     async def stream(
         self, name: str, body: Mapping[str, Any] | None = None, prefix: str | None = None
@@ -248,18 +228,7 @@ async def check_same_stream(
     or the first message of `before` must still be stored, at the same sequence and with the same time. If both were removed
     meanwhile, the streams count as different ones. If `created` is the same, this sends no request for a message, unless it
     is a stream in memory in a cluster, which is empty after a restart of its servers and keeps its `created`. A stream that
-    was restored from an older copy counts as the same one.
-
-    Args:
-        where: The context; with an `Api`, all requests share its deadline.
-        before: The state from before the first read of what must be of one stream.
-        now: Its state since then; None asks the leader.
-        timeout: Seconds to wait for each answer; None is the context's own.
-
-    Raises:
-        StreamRecreatedError: It is another stream, or no message shows that it is the same one.
-        NotFoundError: The stream does not exist any more.
-        Exception: As for `Api.ask`.
+    was restored from an older copy counts as the same one. Raises as `Api.ask` does as well.
     """
     if now is None:
         now = await stream_state(where, before.name, timeout)
@@ -304,7 +273,7 @@ async def settled_state(
     """Return what `look` says once it has the sequence `seq`, or after `timeout` seconds (None: `SETTLE`)."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + (SETTLE if timeout is None else timeout)
-    while (state := await look()).last_seq < seq and loop.time() < deadline:  # noqa: ASYNC110 - there is no event
+    while (state := await look()).last_seq < seq and loop.time() + LAG_PAUSE < deadline:  # noqa: ASYNC110 - no event
         await asyncio.sleep(LAG_PAUSE)
     return state
 
@@ -314,23 +283,15 @@ async def wait_for_sequence(
 ) -> StreamState:
     """Wait until the leader's last sequence is at least `seq`, and return the stream's state.
 
-    Raises RequestTimeoutError after `timeout` seconds.
-
-    Raises as `StreamState.check_sequences` does as well, because what the caller then reads at the leader proves nothing;
-    `up_to` is the last sequence that it reads.
+    Raises RequestTimeoutError after `timeout` seconds, and as `StreamState.check_sequences` does, because what the caller
+    then reads at the leader, up to the sequence `up_to`, proves nothing.
     """
-    deadline = asyncio.get_running_loop().time() + timeout
-    state = await stream_state(context, stream, timeout)
+    api = Api(context, timeout)
+    state = await settled_state(lambda: stream_state(api, stream), seq, timeout)
     state.check_sequences(up_to)
-    if state.last_seq >= seq:
-        return state
-    try:
-        async with asyncio.timeout_at(deadline):
-            return await settled_state(lambda: stream_state(context, stream, timeout), seq, math.inf)
-    except TimeoutError:
-        raise RequestTimeoutError(
-            f"the leader of stream {stream!r} did not reach sequence {seq} in {timeout:.4g} s"
-        ) from None
+    if state.last_seq < seq:
+        raise RequestTimeoutError(f"the leader of stream {stream!r} did not reach sequence {seq} in {timeout:.4g} s")
+    return state
 
 
 async def get_at_leader(
@@ -420,16 +381,9 @@ class _Cache:
     streams: dict[str, tuple[float, StreamState, int]] = field(default_factory=dict)
     # When the server refused a lookup, by the subject of its request.
     refused: dict[str, float] = field(default_factory=dict)
-    level: tuple[float, int] | None = None
+    level: tuple[float, int] = (-math.inf, 0)
     # Why perhaps there is no JetStream, as the newest answer says; "" if one answered, None if none was asked.
     no_jetstream: str | None = None
-
-    def check_refused(self, subject: str) -> None:
-        """Raise NotPermittedError if the server refused a lookup with this subject not long ago."""
-        now = asyncio.get_running_loop().time()
-        self.refused = {name: when for name, when in self.refused.items() if now - when < _REFUSED_TTL}
-        if subject in self.refused:
-            raise NotPermittedError(subject)
 
 
 _caches: WeakKeyDictionary[Client, dict[str, _Cache]] = WeakKeyDictionary()
@@ -458,7 +412,7 @@ async def find_server(context: Context, subject: str, stream: str | None, timeou
     cached answer without the feature is not used, because the server may have been upgraded since. The lookups take at
     most half of `timeout`.
     """
-    seconds = min(timeout / 2, _LOOKUP_TIMEOUT)
+    seconds = min(timeout / 2, LOOKUP_TIMEOUT)
     if context.prefix != DEFAULT_PREFIX:
         seconds /= 2  # for each of the two lookups
     owner = await lookup_stream(context, subject, stream, seconds)
@@ -487,7 +441,7 @@ async def lookup_stream(
         if now - asked_at < _CACHE_TTL and (state.name == stream if stream else state.stores(subject)):
             return state, last_seq
     try:
-        api = Api(context, timeout, lookup=True)
+        api = Api(context, max(_NO_TIME, min(timeout, LOOKUP_TIMEOUT)), lookup=True)
         if (name := stream or await stream_name(api, subject)) is None:
             return None
         asked = await stream_state(api, name)
@@ -498,14 +452,13 @@ async def lookup_stream(
     return asked, asked.last_seq
 
 
-def forget_stream(context: Context, name: str) -> None:
-    """Forget what is cached about a stream."""
-    _cache(context).streams.pop(name, None)
-
-
-def forget_streams(context: Context) -> None:
-    """Forget what is cached about all streams."""
-    _cache(context).streams.clear()
+def forget_stream(context: Context, name: str | None = None) -> None:
+    """Forget what is cached about a stream (None: about all)."""
+    streams = _cache(context).streams
+    if name is None:
+        streams.clear()
+    else:
+        streams.pop(name, None)
 
 
 async def stream_name(where: Context | Api, subject: str, timeout: float | None = None) -> str | None:
@@ -551,10 +504,10 @@ async def api_level(context: Context, timeout: float) -> int:
     if context.prefix == DEFAULT_PREFIX:
         return info_level
     cache, now = _cache(context), asyncio.get_running_loop().time()
-    if cache.level is not None and now - cache.level[0] < _CACHE_TTL:
+    if now - cache.level[0] < _CACHE_TTL:
         return cache.level[1]
     try:
-        level = await Api(context, timeout, lookup=True).level()
+        level = await Api(context, max(_NO_TIME, timeout), lookup=True).level()
     except (nats.errors.Error, APIError):
         return info_level
     cache.level = now, level

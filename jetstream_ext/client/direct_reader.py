@@ -17,6 +17,7 @@ from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import (
     LAG_PAUSE,
+    LOOKUP_TIMEOUT,
     Api,
     check_same_stream,
     first_since,
@@ -284,7 +285,7 @@ async def _pinned(context: Context, stream: str, plan: Plan, timeout: float, pro
         state = await wait_for_sequence(context, stream, proof.min_seq, timeout, up_to=up_to)
     elif proof.confirm and (up_to is None or proof.same_stream):
         try:
-            state = await stream_state(Api(context, timeout, optional=up_to is not None), stream)
+            state = await stream_state(Api(context, timeout, lookup=up_to is not None), stream)
         except NotPermittedError:
             if up_to is None:
                 raise
@@ -294,7 +295,7 @@ async def _pinned(context: Context, stream: str, plan: Plan, timeout: float, pro
             plan.pin(await first_since(context, state, plan.up_to_time, timeout) - 1)
     elif isinstance(plan, RangePlan) and plan.start_time is not None and not _finds_times(context):
         try:
-            found = state or await stream_state(Api(context, timeout, optional=not proof.wanted), stream)
+            found = state or await stream_state(Api(context, timeout, lookup=not proof.wanted), stream)
             when, subject = plan.start_time, plan.subject or ">"
             if found.api_level and found.config.get("allow_direct"):  # otherwise the request says what is wrong
                 seq = await first_since(context, found, when, timeout, subject=subject)
@@ -353,7 +354,7 @@ async def _explained(
         return failure
     allowed: bool | None = None
     try:
-        state = await stream_state(Api(context, context.resolve_timeout(None), lookup=True), stream)
+        state = await stream_state(Api(context, min(context.timeout, LOOKUP_TIMEOUT), lookup=True), stream)
         allowed = bool(state.config.get("allow_direct"))
     except NotFoundError as missing:
         return missing

@@ -17,7 +17,7 @@ from nats.nuid import NUID
 from typing_extensions import override
 
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.api import forget_streams, stream_name
+from jetstream_ext.client.api import forget_stream, stream_name
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fast import FastSession, Pump
@@ -337,7 +337,7 @@ class _Run:
         )
         batch = session.batch
         session.one_stream = machine.stream
-        forget_streams(self._context)  # what is cached may be older than the stream that takes the batch
+        forget_stream(self._context)  # what is cached may be older than the stream that takes the batch
         trouble: Exception | None = None
         try:
             # After a refused message nothing more is read.

@@ -82,7 +82,7 @@ def make(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
 @pytest.fixture(autouse=True)
 def lookups_are_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give lookups of streams and API levels more time, because a batch continues without an answer that is late."""
-    monkeypatch.setattr(api, "_LOOKUP_TIMEOUT", 20.0)
+    monkeypatch.setattr(api, "LOOKUP_TIMEOUT", 20.0)
 
 
 @pytest.fixture(autouse=True)
