@@ -284,10 +284,6 @@ _CONNECTION_ATTRIBUTE = "_jetstream_ext_connection"
 """The attribute of a client that holds its connection, which lives exactly as long as the client."""
 
 
-def _is_transport(value: object) -> bool:
-    return value is None or hasattr(value, "writelines")
-
-
 # What `Connection` uses of nats-py's objects, besides what `FallbackConnection` uses as well: the type of each attribute,
 # or the predicate that it meets. tests/test_imports.py compares these tables with the code.
 _CLIENT: Final[Mapping[str, Any]] = {
@@ -303,7 +299,7 @@ _CLIENT: Final[Mapping[str, Any]] = {
     "_sid": int,
     "_status": int,
     "_subs": dict,
-    "_transport": _is_transport,
+    "_transport": lambda transport: transport is None or hasattr(transport, "writelines"),
 }
 _STATS: Final = frozenset({"in_bytes", "in_msgs", "out_bytes", "out_msgs"})
 _PARSER: Final[Mapping[str, Any]] = {

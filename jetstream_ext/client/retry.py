@@ -33,6 +33,7 @@ _T = TypeVar("_T")
 _log = get_logger("client")
 
 _NO_TIME: Final = 0.001
+_LONGEST_PAUSE: Final = 0.5
 # Seconds after the deadline for an attempt that ends in time by itself: its error says better what it waited for.
 _GRACE: Final = 0.1
 
@@ -82,16 +83,14 @@ class Retry:
     """The pauses between the attempts of one operation, and their end.
 
     After `give_up_after` seconds without progress the next error is raised. An attempt of `attempt` ends then, too, so
-    that an operation without an answer takes the timeout of its first attempt and `give_up_after`. Each pause is `factor`
-    times as long as the one before, up to `longest_pause`. `jitter` shortens each pause by a random part, so that competing
-    writers do not retry in step. `transient` decides whether another attempt may succeed after an error.
+    that an operation without an answer takes the timeout of its first attempt and `give_up_after`. Each pause is twice as
+    long as the one before, up to half a second. `jitter` shortens each pause by a random part, so that competing writers do
+    not retry in step. `transient` decides whether another attempt may succeed after an error.
     """
 
     give_up_after: float
     _: KW_ONLY
     first_pause: float = 0.02
-    longest_pause: float = 0.5
-    factor: float = 2.0
     jitter: bool = False
     transient: Callable[[Exception], bool] = is_transient
 
@@ -145,7 +144,7 @@ class Retry:
         self._last = error
         pause = self._pause * random.random() if self.jitter else self._pause  # noqa: S311 - spreads load
         pause = min(pause, self._deadline - now)
-        self._pause = min(self._pause * self.factor, self.longest_pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         log_state(_log, "retry", "pause", error, seconds=round(pause, 3), error=error)
         await asyncio.sleep(pause)
         if self.over:

@@ -38,6 +38,7 @@ ABANDONED: Final = "$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED"
 # this time is the only one.
 _LEASE_NS: Final = 2_500_000_000
 _FILLED_IN: Final = re.compile(r"\{\{\s*(\w*)|^\$\d+$")  # the part of a subject transform's destination
+_IN_A_ZONE: Final = re.compile(r"(.*?)(\.\d+)?(Z|[+-][\d:]+)")
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _ZERO_TIME: Final = "0001-01-01T00:00:00Z"  # of an empty stream
 
@@ -416,7 +417,10 @@ def parse_message(stream: str, answer: Mapping[str, Any]) -> StoredMsg:
         found = answer["message"]
         block = base64.b64decode(found["hdrs"], validate=True) if found.get("hdrs") else b""
         subject, seq = json_text(found["subject"], "subject").encode(), json_number(found["seq"], "seq", low=1)
-        time = h.to_utc(json_text(found["time"], "time"))
+        # A leader answers in the zone that its server runs in.
+        if (parts := _IN_A_ZONE.fullmatch(json_text(found["time"], "time"))) is None:
+            raise ValueError("the time has no offset from UTC")
+        time = f"{parse_time(parts[1] + parts[3]).replace(tzinfo=None).isoformat()}{parts[2] or ''}Z".encode()
         h.parse_time_ns(time)
         row = [subject, b"", b": " + time, b"", b"", b"", h.complete_lines(block)]
         return single_message(stream, seq, base64.b64decode(found.get("data") or "", validate=True), row)
@@ -432,31 +436,26 @@ _TEXTS: Final = ("retention", "storage", "discard")
 
 def check_config(config: Mapping[str, Any]) -> None:
     """Raise one of the errors of `parsing` if a field of a stream's configuration has another type."""
+
+    def check_texts(fields: Mapping[str, Any], *names: str) -> None:
+        for name in names:
+            json_text(fields.get(name) or "", name)
+
     json_text(config["name"], "name")
     for name in ("first_seq", *_NUMBERS):
-        value = config.get(name)
-        if value is not None:
+        if (value := config.get(name)) is not None:
             (json_number if name == "first_seq" else json_int64)(value, name)
-    for name in _TEXTS:
-        json_text(config.get(name) or "", name)
-    for subject in config.get("subjects") or ():
-        json_text(subject, "subjects")
+    check_texts(config, *_TEXTS)
+    transforms = [config.get("subject_transform") or {}]
     for source in (config.get("mirror") or {}, *(config.get("sources") or ())):
-        json_text(source.get("name") or "", "name")
-        json_text(source.get("filter_subject") or "", "filter_subject")
-        json_text((source.get("external") or {}).get("api") or "", "external.api")
-        for name in ("name", "deliver_subject"):
-            json_text((source.get("consumer") or {}).get(name) or "", f"consumer.{name}")
-        for transform in source.get("subject_transforms") or ():
-            _check_transform(transform)
-    _check_transform(config.get("subject_transform") or {})
-    for name, value in (config.get("metadata") or {}).items():
-        json_text(value, f"metadata.{name}")
-
-
-def _check_transform(transform: Mapping[str, Any]) -> None:
-    for name in ("src", "dest"):
-        json_text(transform.get(name) or "", name)
+        check_texts(source, "name", "filter_subject")
+        check_texts(source.get("external") or {}, "api")
+        check_texts(source.get("consumer") or {}, "name", "deliver_subject")
+        transforms += source.get("subject_transforms") or ()
+    for transform in transforms:
+        check_texts(transform, "src", "dest")
+    for text in (*(config.get("subjects") or ()), *(config.get("metadata") or {}).values()):
+        json_text(text, "subjects or metadata")
 
 
 def answering_server(config: Mapping[str, Any]) -> tuple[str | None, int]:

@@ -166,13 +166,9 @@ def check_header(name: str, value: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _not_unicode(name) from None
-
-
-def _not_unicode(name: str) -> BadHeaderError:
-    return BadHeaderError(
-        f"the value of header {name!r} has half of a surrogate pair, which UTF-8 cannot encode; nothing was sent"
-    )
+        raise BadHeaderError(
+            f"the value of header {name!r} has half of a surrogate pair, which UTF-8 cannot encode; nothing was sent"
+        ) from None
 
 
 def check_block(size: int) -> None:
@@ -196,7 +192,7 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
     for name, value in items:
         # Bulks have few names and millions of values: a name is checked once.
         start = _known_names.get(name)
-        if start is None or type(value) is not str or not value.isprintable():
+        if start is None or type(value) is not str or not value.isprintable():  # a surrogate is not
             check_header(name, value)
             if len(_known_names) >= _KNOWN_LIMIT:
                 _known_names.clear()
@@ -207,11 +203,7 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
         raise BadHeaderError(
             f"a message id ({MSG_ID}) is blank; servers ignore it, so that they would store duplicates"
         )
-    try:
-        block = (text + "\r\n").encode()
-    except UnicodeEncodeError as error:
-        # Names are ASCII, and a value has no line break, so the name is at the start of the line.
-        raise _not_unicode(text[: error.start].rpartition("\r\n")[2].partition(":")[0]) from None
+    block = (text + "\r\n").encode()
     check_block(len(block))
     return block
 
@@ -358,7 +350,7 @@ def is_instruction(name: str) -> bool:
 
 
 def stored_pairs(block: bytes) -> list[tuple[str, str]]:
-    """Return every stored header of a message in order: those of `parse_lines`, without what the server adds to a reply."""
+    """Return every stored header of a message in order, without what the server adds to a reply."""
     return [pair for pair in parse_lines(block) if pair[0] not in REPLY_HEADERS]
 
 
@@ -376,7 +368,7 @@ def line_without_header(block: bytes) -> str | None:
 
 
 def raw_pairs(block: bytes) -> list[tuple[bytes, bytes]]:
-    """Return every stored header in order, without decoding; only what the server adds to a reply is left out."""
+    """As `stored_pairs`, without decoding."""
     lines = (line.partition(b":") for line in block.split(CRLF)[1:])
     pairs = [(name.strip(), value.strip()) for name, colon, value in lines if colon]
     return [(name, value) for name, value in pairs if name.decode("utf-8", "replace") not in REPLY_HEADERS]
@@ -385,20 +377,6 @@ def raw_pairs(block: bytes) -> list[tuple[bytes, bytes]]:
 def decode_stored(block: bytes) -> dict[str, str]:
     """Return `stored_pairs` as a mapping, with the last value of each name."""
     return dict(stored_pairs(block))
-
-
-def to_utc(text: str) -> bytes:
-    """Return an RFC 3339 time with any offset in UTC, fraction digits kept; raise ValueError or OverflowError for others."""
-    if text.endswith("Z"):
-        return text.encode()
-    # STREAM.MSG.GET answers in the zone that the server runs in.
-    sign = max(text.rfind("+"), text.rfind("-"))
-    seconds, _, fraction = text[:sign].partition(".")
-    local = datetime.fromisoformat(seconds + text[sign:])
-    if local.tzinfo is None:
-        raise ValueError(f"the time {text[:64]!r} has no offset from UTC")
-    when = local.astimezone(UTC).replace(tzinfo=None)
-    return f"{when.isoformat()}{'.' if fraction else ''}{fraction}Z".encode()
 
 
 def format_time_ns(time_ns: int) -> str:
@@ -416,9 +394,10 @@ def parse_time(value: bytes) -> datetime:
             return datetime.fromisoformat(value.decode())
         except ValueError:
             pass  # `parse_time_ns` raises the error
-    return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=parse_time_ns(value) // 1000)
+    return _EPOCH + timedelta(microseconds=parse_time_ns(value) // 1000)
 
 
+_EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _RFC3339: Final = re.compile(rb"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z| \+0000 UTC)")
 
 
@@ -431,9 +410,7 @@ def parse_time_ns(value: bytes) -> int:
     try:
         if (found := _RFC3339.fullmatch(value)) is None:
             raise ValueError
-        whole = datetime.fromisoformat(f"{found[1].decode()}T{found[2].decode()}").replace(tzinfo=UTC)
-        days = (whole - datetime(1970, 1, 1, tzinfo=UTC)).days
-        second = whole.hour * 3600 + whole.minute * 60 + whole.second
-        return (days * 86400 + second) * 1_000_000_000 + int((found[3] or b"").ljust(9, b"0"))
+        since = datetime.fromisoformat(f"{found[1].decode()}T{found[2].decode()}Z") - _EPOCH
+        return (since.days * 86400 + since.seconds) * 1_000_000_000 + int((found[3] or b"").ljust(9, b"0"))
     except ValueError:
         raise ResponseError(f"{value[:64]!r} is a time that is not RFC 3339", frame=value) from None
