@@ -422,7 +422,7 @@ class _Commit:
     def end(self, error: BaseException | None = None) -> None:
         """Discard the batch, unless it is committed."""
         self.session.discard()
-        self._call.end(error)
+        self._call.__exit__(None, error, None)  # it was not entered
 
 
 async def _each(batches: Iterable[Messages] | AsyncIterable[Messages]) -> AsyncGenerator[Messages, None]:

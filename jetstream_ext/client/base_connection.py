@@ -31,7 +31,6 @@ from jetstream_ext.types import own_headers
 
 _log: Final = get_logger("client")
 
-_DEFAULT_MAX_PAYLOAD: Final = 1 << 20  # of servers
 # Seconds between two looks at the connection, during a wait and while inboxes are open: nats-py has no event for one that
 # is closed while it reconnects or while its server reads nothing.
 _WAIT_POLL: Final = 0.05
@@ -74,20 +73,13 @@ def never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class InboxHandler:
-    """The callbacks of one inbox subscription. They are called on the loop and must not block or raise.
+    """The callbacks of one inbox subscription. They are called on the loop and must not block or raise."""
 
-    Attributes:
-        frames: Takes delivered messages, in order.
-        disconnected: The connection is lost, and with it perhaps sent messages and their answers. Called again if it is
-            then closed.
-        reconnected: nats-py is connected again; it has restored the subscription and written its buffer.
-        refused: The server has refused the subscription, or has ended it after a change of the user's permissions, so no
-            message will be delivered. A wait for messages that are no replies needs it.
-    """
-
-    frames: Callable[[list[Frame]], None]
+    frames: Callable[[list[Frame]], None]  # takes delivered messages, in order
+    # The connection is lost, and with it perhaps sent messages and answers. Called again if it is then closed.
     disconnected: Callable[[], None]
-    reconnected: Callable[[], None] | None = None
+    reconnected: Callable[[], None] | None = None  # nats-py has restored the subscription and written its buffer
+    # The server has refused the subscription, or has ended it, so no message will come.
     refused: Callable[[NotPermittedError], None] | None = None
 
 
@@ -179,10 +171,7 @@ class BaseConnection(ABC):
     async def inbox(
         self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
     ) -> InboxSubscription:
-        """Subscribe `handler` to `subject` (default: a new inbox) with `tail` appended, within `timeout` seconds.
-
-        Cancellation: Nothing is subscribed.
-        """
+        """Subscribe `handler` to `subject` (default: a new inbox) with `tail` appended, within `timeout` seconds."""
 
     def _opened(self, inbox: InboxSubscription, subscription: Subscription) -> InboxSubscription:
         inbox.subscription = subscription
@@ -350,19 +339,13 @@ class BaseConnection(ABC):
         """Append encoded commands to nats-py's buffer."""
 
     async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
-        """Call `write_nowait`, then wait for up to `timeout` seconds while the buffer is over nats-py's own limit.
-
-        Cancellation: Everything is written: the bytes are in the buffer before the first suspension.
-        """
+        """Call `write_nowait`, then wait for up to `timeout` seconds while the buffer is over nats-py's own limit."""
         self.write_nowait(data, messages, payload_bytes)
         if not self.has_room:
             await self.wait_room(timeout)
 
     def push(self) -> bool:
-        """Write nats-py's buffer to the socket, as its flusher would in a later turn of the loop; return whether it was done.
-
-        It is not done if the socket may have to be waited for.
-        """
+        """Write nats-py's buffer to the socket now, if no wait for the socket can follow; return whether it was written."""
         return False
 
     @property
@@ -373,16 +356,10 @@ class BaseConnection(ABC):
     @property
     @abstractmethod
     def has_room(self) -> bool:
-        """Whether nats-py's write buffer is within its own limit.
-
-        If callers write only then, the buffer never holds more than the limit and their largest write.
-        """
+        """Whether nats-py's write buffer is within its own limit; callers that write much wait until it is."""
 
     async def wait_room(self, timeout: float, *, over: Callable[[], bool] = never) -> None:
-        """Wait for `has_room` for up to `timeout` seconds; return as well when `over` returns True.
-
-        Nothing is written. Raises RequestTimeoutError, and nats-py's error of a connection that has ended.
-        """
+        """Wait for `has_room` for up to `timeout` seconds, or until `over` returns True; raise as `wait_usable` does."""
         late = f"no room in the write buffer of the connection for {timeout:.4g} s"
         await self._wait(lambda: self.has_room or over(), timeout, late, _ROOM_POLL)
 
@@ -391,10 +368,9 @@ class BaseConnection(ABC):
     async def bounded(self, operation: Awaitable[_T], timeout: float, what: str, *, subject: str = "") -> _T:
         """Await an operation of nats-py, or an event, until `timeout` seconds have passed or the connection has ended.
 
-        nats-py's own waits have no bound, and some swallow a cancellation. The operation therefore runs in its own task,
-        which is cancelled if this call ends first. `what` names the awaited thing in the RequestTimeoutError. An error of
-        the socket, or a full buffer while nats-py reconnects, is a ConnectionReconnectingError. Raises NotPermittedError as
-        soon as the server refuses a message to `subject`.
+        nats-py's own waits have no bound, and some swallow a cancellation, so the operation runs in its own task. An error
+        of the socket, or a full buffer while nats-py reconnects, is a ConnectionReconnectingError; RequestTimeoutError names
+        `what` was awaited. Raises NotPermittedError as soon as the server refuses a message to `subject`.
         """
         refused = self.refusals(subject)
         task = asyncio.ensure_future(operation)
@@ -502,11 +478,10 @@ class BaseConnection(ABC):
     def max_payload(self) -> int:
         """The server's limit for headers and payload together, in bytes; servers' default if its ``INFO`` has no valid one."""
         limit = self.nc.max_payload
-        return limit if type(limit) is int and limit > 0 else _DEFAULT_MAX_PAYLOAD
+        return limit if type(limit) is int and limit > 0 else 1 << 20
 
     @cached_property
     def inbox_size(self) -> int:
-        """How many bytes the subject of an inbox has."""
         return len(self.nc.new_inbox().encode())
 
     @property

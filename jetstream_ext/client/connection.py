@@ -276,12 +276,7 @@ def _protocol_error(what: str) -> nats.errors.ProtocolError:
     return nats.errors.ProtocolError()
 
 
-_FALLBACK_WARNING = (
-    "jetstream_ext does not know the internals of this version of nats-py; it uses nats-py's public interface instead, which "
-    "is several times slower. It knows those of nats-py 2.16."
-)
-_CONNECTION_ATTRIBUTE = "_jetstream_ext_connection"
-"""The attribute of a client that holds its connection, which lives exactly as long as the client."""
+_CONNECTION_ATTRIBUTE = "_jetstream_ext_connection"  # of a client: its connection lives exactly as long
 
 
 # What `Connection` uses of nats-py's objects, besides what `FallbackConnection` uses as well: the type of each attribute,
@@ -320,7 +315,12 @@ def connection_of(nc: Client) -> Connection | FallbackConnection:
             nc._process_err = connection.process_err  # type: ignore[assignment, method-assign]
         else:
             connection = FallbackConnection(nc, lambda: _server_info(nc))
-            warnings.warn(_FALLBACK_WARNING, RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                "jetstream_ext does not know the internals of this version of nats-py; it uses nats-py's public interface "
+                "instead, which is several times slower. It knows those of nats-py 2.16.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         setattr(nc, _CONNECTION_ATTRIBUTE, connection)
     return connection
 

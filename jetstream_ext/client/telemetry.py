@@ -89,19 +89,15 @@ class Observer(Protocol):
     ) -> Operation:
         """Begin an operation in the caller's context.
 
-        `subject` is that of the single message that it is about, if it is about one; `stream` and its `subjects` are given
-        if they are known. `sources` are the messages that it handles. `consumer` is the name of the reader, worker or group
-        that it belongs to. `attributes` are only those of a span.
+        `subject` is that of its single message, `sources` are the messages that it handles, and `consumer` is the name of
+        the reader, worker or group that it belongs to. `attributes` are only those of a span.
         """
 
     def count(self, what: Count, amount: int, *, stream: str | None = None, error: str | None = None) -> None:
         """Add to a counter."""
 
     def lag(self, reader: object, behind: int | None, stream: str, consumer: str | None) -> None:
-        """Note how many sequences of a stream a reader has not read; None: it is not known any more.
-
-        `consumer` is the name of the reader, or of the worker or group that it reads for.
-        """
+        """Note how many sequences of a stream a reader has not read; None: it is not known any more."""
 
 
 class Call:
@@ -139,12 +135,6 @@ class Call:
         if self._operation is not None:
             self._operation.describe(messages=self.messages, **_facts(self._stream()))
             self._operation.__exit__(kind, error, traceback)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """End the operation, where ``with`` has not."""
-        if self._operation is not None:
-            self._operation.describe(messages=self.messages, **_facts(self._stream()))
-            self._operation.end(error)
 
 
 def _facts(stream: StreamState | None) -> dict[str, Any]:
