@@ -17,7 +17,7 @@ from nats.aio.client import Client
 from nats.js.api import DEFAULT_PREFIX
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.base_connection import BaseConnection, NotPermittedError
+from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry, has_no_leader
 from jetstream_ext.errors import (
@@ -97,12 +97,7 @@ class Api:
         check_filter(subject)  # it may have a name or prefix that another program wrote
         payload = b"" if body is None else orjson.dumps(body)
         connection = self.context.connection
-        cache = _cache(self.context, connection)
-
-        def heard(no_jetstream: str) -> None:
-            if prefix is None:
-                cache.no_jetstream = no_jetstream
-
+        cache = _cache(self.context, prefix)
         now = asyncio.get_running_loop().time()
         if self._lookup and now - cache.refused.get(subject, -math.inf) < _CACHE_TTL:
             raise NotPermittedError(subject)
@@ -111,7 +106,7 @@ class Api:
             try:
                 _, reply, size = await connection.request(subject, payload, self._retry.remaining, again=again)
                 answer = parse_answer(subject, reply[size:], self._what or _object_of(what))
-                heard("")
+                cache.no_jetstream = ""
                 return answer
             except NotPermittedError:
                 if self._lookup:
@@ -125,11 +120,11 @@ class Api:
                 raise RequestTimeoutError(f"no answer on {subject}: the connection was lost") from error
             except nats.errors.NoRespondersError as error:
                 own = subject.startswith(f"{DEFAULT_PREFIX}.") and not connection.has_jetstream
-                heard(_NONE_ON_THE_SERVER if own else f"no server answers on {subject}")
+                cache.no_jetstream = _NONE_ON_THE_SERVER if own else f"no server answers on {subject}"
                 text = f"no server answers on {subject}: {NO_JETSTREAM}"
                 raise ServiceUnavailableError(Status.UNAVAILABLE, text) from error
             except ServerError as error:
-                heard(_NOT_ENABLED.get(error.err_code or 0, ""))
+                cache.no_jetstream = _NOT_ENABLED.get(error.err_code or 0, "")
                 if error.code == Status.NOT_FOUND:
                     raise NotFoundError(error.code, _missing(what, error), error.err_code) from error
                 if not (repeat and has_no_leader(error)):
@@ -384,11 +379,11 @@ class _Cache:
 _caches: WeakKeyDictionary[Client, dict[str, _Cache]] = WeakKeyDictionary()
 
 
-def _cache(context: Context, connection: BaseConnection | None = None) -> _Cache:
-    by_prefix, session = _caches.setdefault(context.nc, {}), (connection or context.connection).session
-    cache = by_prefix.get(context.prefix)
+def _cache(context: Context, prefix: str | None = None) -> _Cache:
+    by_prefix, session = _caches.setdefault(context.nc, {}), context.connection.session
+    cache = by_prefix.get(prefix or context.prefix)
     if cache is None or cache.session != session:
-        cache = by_prefix[context.prefix] = _Cache(session)
+        cache = by_prefix[prefix or context.prefix] = _Cache(session)
     return cache
 
 

@@ -325,9 +325,10 @@ class BaseConnection(ABC):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         """Append encoded commands to nats-py's buffer, or raise as `check_usable` does and write nothing."""
+        self.check_usable()
+        self._append(data)
 
     def write_if_usable(self, command: bytes) -> None:
         """Write a command that the connection may lose; while nats-py drains its subscriptions, it still publishes."""
@@ -534,11 +535,16 @@ class FallbackConnection(BaseConnection):
                 call_handler(inbox.handler.frames, [(msg.subject.encode(), block + msg.data, len(block))])
 
         subscribing = self._track(asyncio.ensure_future(self.nc.subscribe(inbox.filter, cb=deliver)))
+
+        def drop_late(_: object) -> None:
+            if not subscribing.cancelled() and subscribing.exception() is None:
+                self._unsubscribe(0, subscribing.result())
+
         try:
             subscription = await self.bounded(asyncio.shield(subscribing), timeout, "the subscription to an inbox")
         except BaseException:
             inbox.handler = None
-            subscribing.add_done_callback(self._drop_late_subscription)
+            subscribing.add_done_callback(drop_late)
             subscribing.cancel()  # nats-py's flush takes that for success
             raise
         self._look()  # an earlier loss does not concern the new handler
@@ -548,10 +554,6 @@ class FallbackConnection(BaseConnection):
     def usable(self) -> bool:
         self._look()  # before a caller decides what to send: the next look of `_check_inboxes` may be later
         return super().usable
-
-    def _drop_late_subscription(self, subscribing: asyncio.Task[Subscription]) -> None:
-        if not subscribing.cancelled() and subscribing.exception() is None:
-            self._unsubscribe(0, subscribing.result())
 
     def _look(self) -> None:
         session, connected = self.nc.stats["reconnects"], self.nc.is_connected
@@ -567,10 +569,6 @@ class FallbackConnection(BaseConnection):
     def _unsubscribe(self, sid: int, subscription: Subscription) -> None:
         # The command is in nats-py's buffer at once.
         self._spawn(self.bounded(subscription.unsubscribe(), _WAIT_POLL, "the end of a subscription"))
-
-    def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
-        self.check_usable()
-        self._append(data)
 
     def _append(self, data: bytes) -> None:
         self._queued += len(data)

@@ -427,12 +427,9 @@ class Context:
     ) -> PubAck:
         """Publish by nats-py's ``js.publish``, within `timeout` seconds; `what` names the awaited thing.
 
-        Raises:
-            BadSubjectError, BadHeaderError, MaxPayloadError: A server would not take the message; nothing was sent.
-            NotPermittedError: The server has refused the message: it is not stored.
-            RequestTimeoutError, ResponseError: There was no ack, or a malformed one, or that of a stream of another domain
-                than the context's: the message may be stored.
-            Exception: As ``js.publish`` does.
+        Raises as ``js.publish`` does; BadSubjectError, BadHeaderError or MaxPayloadError if a server would not take the
+        message, which is then not sent; NotPermittedError if the server has refused it. After a RequestTimeoutError or a
+        ResponseError (the ack is malformed, or that of a stream of another domain) it may be stored.
         """
         assert isinstance(self.js, JetStreamContext)  # only those publish
         connection = self.connection

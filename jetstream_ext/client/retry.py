@@ -11,22 +11,9 @@ from typing import Final, TypeVar
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
 
+from jetstream_ext import errors
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.base_connection import NotPermittedError
-from jetstream_ext.errors import (
-    TRANSIENT_CODES,
-    AtomicPublishIncompleteError,
-    BatchAbandonedError,
-    BatchOutcomeUnknownError,
-    DirectGetDisabledError,
-    ErrorCode,
-    MessagesLostError,
-    MirrorAnswersError,
-    PositionLostError,
-    RequestTimeoutError,
-    ServerError,
-    Status,
-)
 from jetstream_ext.text import get_logger, log_state
 
 _T = TypeVar("_T")
@@ -38,10 +25,10 @@ _LONGEST_PAUSE: Final = 0.5
 _GRACE: Final = 0.1
 
 _TRANSIENT: Final = (
-    MessagesLostError,
-    BatchAbandonedError,
-    BatchOutcomeUnknownError,
-    AtomicPublishIncompleteError,
+    errors.MessagesLostError,
+    errors.BatchAbandonedError,
+    errors.BatchOutcomeUnknownError,
+    errors.AtomicPublishIncompleteError,
     NoStreamResponseError,
     nats.errors.TimeoutError,
     nats.errors.NoRespondersError,
@@ -52,25 +39,27 @@ _TRANSIENT: Final = (
 
 def is_transient(error: BaseException) -> bool:
     """Return whether the same call may succeed later: no leader, connection or answer, or an overloaded server."""
-    if isinstance(error, PositionLostError | NotPermittedError):
+    if isinstance(error, errors.PositionLostError | NotPermittedError):
         return False
     if isinstance(error, APIError):
-        if error.err_code in TRANSIENT_CODES or error.code == Status.TOO_MANY_REQUESTS:
+        if error.err_code in errors.TRANSIENT_CODES or error.code == errors.Status.TOO_MANY_REQUESTS:
             return True
         # A 503 without a code of its own: no server answers. nats-py does not always set its `code`.
-        if not error.err_code and (error.code == Status.UNAVAILABLE or isinstance(error, ServiceUnavailableError)):
+        if not error.err_code and (
+            error.code == errors.Status.UNAVAILABLE or isinstance(error, ServiceUnavailableError)
+        ):
             return True
     return isinstance(error, _TRANSIENT)
 
 
 def has_no_leader(error: Exception) -> bool:
     """Return whether a server answered that there is no leader now; in an election, others may not answer at all."""
-    return isinstance(error, ServerError) and error.err_code == ErrorCode.CLUSTER_UNAVAILABLE
+    return isinstance(error, errors.ServerError) and error.err_code == errors.ErrorCode.CLUSTER_UNAVAILABLE
 
 
 def is_transient_read(error: BaseException) -> bool:
     """As `is_transient`, for direct gets from a stream that allows them: then all replicas are away if none answers."""
-    return is_transient(error) or isinstance(error, DirectGetDisabledError | MirrorAnswersError)
+    return is_transient(error) or isinstance(error, errors.DirectGetDisabledError | errors.MirrorAnswersError)
 
 
 def is_not_closed(error: BaseException) -> bool:
@@ -162,7 +151,7 @@ class Retry:
                 return await work()
         except Exception:
             if limit.expired():
-                raise self._last or RequestTimeoutError(f"timed out after {self.give_up_after:.4g} s") from None
+                raise self._last or errors.RequestTimeoutError(f"timed out after {self.give_up_after:.4g} s") from None
             raise
 
     async def call(self, work: Callable[[], Awaitable[_T]]) -> _T:
