@@ -101,7 +101,7 @@ class Api:
         now = asyncio.get_running_loop().time()
         if self._lookup and now - cache.refused.get(subject, -math.inf) < _CACHE_TTL:
             raise NotPermittedError(subject)
-        again, within = _REPEAT_AFTER if repeat else math.inf, f"within {self._retry.give_up_after:.4g} s"
+        again, timeout = _REPEAT_AFTER if repeat else math.inf, self._retry.give_up_after
         while True:
             try:
                 _, reply, size = await connection.request(subject, payload, self._retry.remaining, again=again)
@@ -115,7 +115,7 @@ class Api:
                 raise
             except RequestTimeoutError:  # it names the seconds that were left
                 why = connection.why_silent(())
-                raise RequestTimeoutError(f"no answer on {subject} {within}{why}") from None
+                raise RequestTimeoutError(f"no answer on {subject} within {timeout:.4g} s{why}") from None
             except nats.errors.ConnectionReconnectingError as error:
                 raise RequestTimeoutError(f"no answer on {subject}: the connection was lost") from error
             except nats.errors.NoRespondersError as error:
@@ -129,7 +129,7 @@ class Api:
                     raise NotFoundError(error.code, _missing(what, error), error.err_code) from error
                 if not (repeat and has_no_leader(error)):
                     raise
-                late = RequestTimeoutError(f"no leader answered on {subject} {within}")
+                late = RequestTimeoutError(f"no leader answered on {subject} within {timeout:.4g} s")
                 late.__cause__ = error
                 await self._retry.pause_until_deadline(late)
 
