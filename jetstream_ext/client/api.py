@@ -17,7 +17,7 @@ from nats.aio.client import Client
 from nats.js.api import DEFAULT_PREFIX
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.base_connection import NotPermittedError
+from jetstream_ext.client.base_connection import NotPermittedError, mark_retrieved
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry, has_no_leader
 from jetstream_ext.errors import (
@@ -183,10 +183,15 @@ async def gather_bounded(work: Callable[[_Item], Awaitable[_T]], items: Iterable
     # Not a TaskGroup: after a failure, that of Python 3.11 leaves the caller's `Task.cancelling` at 1, and then a timeout
     # around the call ends as a cancellation.
     workers = [asyncio.ensure_future(worker()) for _ in range(min(limit, len(todo)))]
+    running = set(workers)
     try:
-        await asyncio.gather(*workers)
+        while running:  # not `gather`, which passes on a second cancellation to those that clean up
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
     finally:
         for task in workers:
+            task.add_done_callback(mark_retrieved)
             task.cancel()
         cancelled: asyncio.CancelledError | None = None
         while running := {task for task in workers if not task.done()}:
