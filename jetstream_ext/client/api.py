@@ -76,8 +76,8 @@ class Api:
         self.context = context
         self._what = what
         self._lookup = lookup
-        self._retry = Retry(context.resolve_timeout(timeout), first_pause=LAG_PAUSE)
-        self._retry.start()
+        self._timeout = context.resolve_timeout(timeout)
+        self._deadline = asyncio.get_running_loop().time() + self._timeout
 
     async def ask(
         self, what: str, body: Mapping[str, Any] | None = None, *, prefix: str | None = None, repeat: bool = False
@@ -98,13 +98,16 @@ class Api:
         payload = b"" if body is None else orjson.dumps(body)
         connection = self.context.connection
         cache = _cache(self.context, prefix)
-        now = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        now = clock()
         if self._lookup and now - cache.refused.get(subject, -math.inf) < _CACHE_TTL:
             raise NotPermittedError(subject)
-        again, timeout = _REPEAT_AFTER if repeat else math.inf, self._retry.give_up_after
+        again, timeout = _REPEAT_AFTER if repeat else math.inf, self._timeout
+        retry: Retry | None = None
         while True:
+            left = max(0.0, self._deadline - clock())
             try:
-                _, reply, size = await connection.request(subject, payload, self._retry.remaining, again=again)
+                _, reply, size = await connection.request(subject, payload, left, again=again)
                 answer = parse_answer(subject, reply[size:], self._what or _object_of(what))
                 cache.no_jetstream = ""
                 return answer
@@ -131,7 +134,8 @@ class Api:
                     raise
                 late = RequestTimeoutError(f"no leader answered on {subject} within {timeout:.4g} s")
                 late.__cause__ = error
-                await self._retry.pause_until_deadline(late)
+                retry = retry or Retry(max(0.0, self._deadline - clock()), first_pause=LAG_PAUSE)
+                await retry.pause_until_deadline(late)
 
     async def stream(
         self, name: str, body: Mapping[str, Any] | None = None, prefix: str | None = None
