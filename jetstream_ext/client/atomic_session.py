@@ -56,7 +56,10 @@ class AtomicSession:
     def __init__(self, context: Context, timeout: float | None = None, *, in_one_go: bool = False) -> None:
         self._connection = connection_of(context.nc)
         self.machine: AtomicBatchMachine = AtomicBatchMachine(
-            NUID().next().decode(), inbox_size=self._connection.inbox_size, in_one_go=in_one_go
+            NUID().next().decode(),
+            inbox_size=self._connection.inbox_size,
+            prefix=context.prefix,
+            in_one_go=in_one_go,
         )
         self._context = context
         self._timeout = context.resolve_timeout(timeout)

@@ -44,7 +44,7 @@ from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import Target, parsing
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_seconds
-from jetstream_ext.protocol.subjects import bucket_prefix, bucket_stream, check_subject
+from jetstream_ext.protocol.subjects import addressed, bucket_prefix, bucket_stream, check_subject
 from jetstream_ext.text import get_logger
 from jetstream_ext.types import own_headers
 
@@ -432,7 +432,7 @@ class Context:
         ResponseError (the ack is malformed, or that of a stream of another domain) it may be stored.
         """
         assert isinstance(self.js, JetStreamContext)  # only those publish
-        connection = self.connection
+        connection, subject = self.connection, addressed(subject, self.prefix)
         frames.check_line(subject, connection.inbox_size + _REQUEST_TOKEN)
         frames.check_size(len(h.encode(headers.items())) + len(payload), connection.max_payload, subject)
         publishing = self.js.publish(subject, payload, timeout=timeout, headers=own_headers(headers.items()))

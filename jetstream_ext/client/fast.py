@@ -386,7 +386,10 @@ class FastSession:
         self._context = context
         self.connection: BaseConnection = connection_of(context.nc)
         self.batch: FastBatch = FastBatch(
-            max_payload=self.connection.max_payload, inbox_size=self.connection.inbox_size, **batch
+            max_payload=self.connection.max_payload,
+            inbox_size=self.connection.inbox_size,
+            prefix=context.prefix,
+            **batch,
         )
         self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()  # `_open` sets a faster one
         self.handlers: _Handlers = _Handlers(handlers, self.batch.batch_id)

@@ -19,6 +19,7 @@ from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol import frames, outcome
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.outcome import Batch, Messages, Question, Unknown, Verdict
+from jetstream_ext.protocol.subjects import addressed
 from jetstream_ext.text import get_logger, log_state
 
 Found = TypeVar("Found")
@@ -132,7 +133,7 @@ async def send_fence(
         if not complete.done():
             complete.set_result(connection.end or nats.errors.ConnectionReconnectingError())
 
-    connection, to = context.connection, subject.encode()
+    connection, to = context.connection, addressed(subject, context.prefix).encode()
     connection.check_usable()
     inbox = await connection.inbox(InboxHandler(receive, disconnected), tail=".*", timeout=timeout)
     try:

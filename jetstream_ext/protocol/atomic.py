@@ -99,7 +99,13 @@ class AtomicBatchMachine:
     """
 
     def __init__(
-        self, batch_id: str, *, max_payload: int = 1 << 20, inbox_size: int = 0, in_one_go: bool = False
+        self,
+        batch_id: str,
+        *,
+        max_payload: int = 1 << 20,
+        inbox_size: int = 0,
+        prefix: str = "",
+        in_one_go: bool = False,
     ) -> None:
         self.batch_id: str = batch_id
         self.state: State = NEW
@@ -107,7 +113,7 @@ class AtomicBatchMachine:
         self.ack: BatchAck | None = None
         self.error: JetStreamExtError | None = None
         self.server: Server = Server(0, "")
-        self._wire = AtomicWire(batch_id, max_payload, inbox_size)
+        self._wire = AtomicWire(batch_id, max_payload, inbox_size, prefix)
         self._in_one_go = in_one_go
         self._subjects: list[str] = []  # of the messages, in their order
         self._written: set[str] = set()

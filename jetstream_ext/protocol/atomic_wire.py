@@ -61,17 +61,17 @@ class AtomicWire:
     """Checks, encodes and numbers the messages of one batch.
 
     `max_payload` bounds headers and payload together, in bytes. `inbox_size` is the length of the inbox to which the reply
-    subjects ``<reply><batch sequence>`` belong.
+    subjects ``<reply><batch sequence>`` belong, `prefix` the context's API prefix.
     """
 
-    def __init__(self, batch_id: str, max_payload: int, inbox_size: int) -> None:
+    def __init__(self, batch_id: str, max_payload: int, inbox_size: int, prefix: str) -> None:
         own = h.encode([(h.BATCH_ID, batch_id)])[: -len(h.CRLF)]
         self._tail = own[len(h.VERSION) :] + f"{h.BATCH_SEQUENCE}: ".encode()
         self.plain: bytes = h.VERSION + self._tail  # the header block of a message without headers, up to the sequence
         self.max_payload: int = max_payload
         self.max_msg_size: int | None = None  # of the stream, if it is known
         self.expected_streams: set[str] = set()
-        self.subjects: SubjectCache = SubjectCache(inbox_size + _REPLY_TAIL)
+        self.subjects: SubjectCache = SubjectCache(inbox_size + _REPLY_TAIL, prefix)
         self.sent: int = 0  # the highest batch sequence that was sent
         self._reply = b""
         self._first_subject = b""

@@ -291,13 +291,19 @@ class FastBatch:
         keepalive: float = 5.0,
         max_payload: int = 1 << 20,
         inbox_size: int = 0,
+        prefix: str = "",
     ) -> None:
         self.batch_id: str = batch_id
         self.gap: GapMode = check_choice(gap, GapMode, "gap")
         self.window: Window = Window(flow, max_outstanding_acks)
         self.clock: Clock = Clock(timeout, keepalive)
         self.wire: FastWire = FastWire(
-            batch_id=batch_id, flow=flow, gap=self.gap, max_payload=max_payload, inbox_size=inbox_size
+            batch_id=batch_id,
+            flow=flow,
+            gap=self.gap,
+            max_payload=max_payload,
+            inbox_size=inbox_size,
+            prefix=prefix,
         )
         self.reports: Reports = Reports()
         self.server: Server = Server(0, "")

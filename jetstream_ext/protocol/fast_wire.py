@@ -49,14 +49,16 @@ class Encoded(NamedTuple):
 class FastWire:
     """Checks messages and encodes the commands of one batch; `open` sets the prefix of the reply subjects."""
 
-    def __init__(self, *, batch_id: str, flow: int, gap: GapMode, max_payload: int, inbox_size: int) -> None:
+    def __init__(
+        self, *, batch_id: str, flow: int, gap: GapMode, max_payload: int, inbox_size: int, prefix: str
+    ) -> None:
         self.max_payload: int = max_payload  # the server's limit for headers and payload together, in bytes
         self._tokens = f".{batch_id}.{flow}.{gap.value}."
         self._reply = b""
         self._headers = h.HeaderCache()
         self.subject: bytes = b""  # of the first message: pings and the end of the batch need a subject of the stream
         self.expected_streams: set[str] = set()
-        self.subjects: SubjectCache = SubjectCache(inbox_size + len(self._tokens) + _REPLY_TAIL)
+        self.subjects: SubjectCache = SubjectCache(inbox_size + len(self._tokens) + _REPLY_TAIL, prefix)
 
     def open(self, inbox: str) -> None:
         self._reply = (inbox + self._tokens).encode()

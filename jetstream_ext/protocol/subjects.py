@@ -155,20 +155,34 @@ class SubjectMatcher:
         return [known[subject] for subject in subjects]
 
 
+def addressed(subject: str, prefix: str) -> str:
+    """Return where a message for `subject` is sent by a context whose API has `prefix`, such as ``$JS.<domain>.API``.
+
+    The key of a bucket goes through the API, as in nats.go: otherwise a bucket of the same name nearby would take it. Servers
+    map no other subjects so.
+    """
+    return f"{prefix}.{subject}" if prefix not in ("", "$JS.API") and subject.startswith("$KV.") else subject
+
+
 class SubjectCache(dict[str, bytes]):
-    """Checked subjects and their bytes; `encode` returns the bytes, or raises as `check_subject` and `check_line` do."""
+    """Checked subjects, and the bytes that messages for them are sent to (`addressed`).
+
+    `encode` returns the bytes, or raises as `check_subject` and `check_line` do.
+    """
 
     _LIMIT = 8192
 
-    def __init__(self, reply_size: int = 0) -> None:
+    def __init__(self, reply_size: int = 0, prefix: str = "") -> None:
         super().__init__()
         self._reply_size = reply_size
+        self._prefix = prefix
         self._stores: Callable[[str], bool] = anything
         self._stream = ""
 
     def __missing__(self, subject: str) -> bytes:
         check_subject(subject)
-        check_line(subject, self._reply_size)
+        sent = addressed(subject, self._prefix)
+        check_line(sent, self._reply_size)
         if not self._stores(subject):
             raise BadSubjectError(
                 f"stream {self._stream!r}, which stores the first message of the batch, does not store subject {subject!r}; all "
@@ -177,7 +191,7 @@ class SubjectCache(dict[str, bytes]):
             )
         if len(self) >= self._LIMIT:
             self.clear()
-        known = self[subject] = subject.encode()
+        known = self[subject] = sent.encode()
         return known
 
     def limit_to(self, stores: Callable[[str], bool], stream: str) -> None:
