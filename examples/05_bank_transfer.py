@@ -25,7 +25,8 @@ async def transfer(bank: KeyValue, source: str, target: str, amount: int) -> boo
         tx.put(target, b"%d" % (int(found[target].value) + amount))
         return True
 
-    return await kvx.retry_transaction(bank, move)
+    done = await kvx.retry_transaction(bank, move)
+    return done.result
 
 
 async def main(url: str) -> None:

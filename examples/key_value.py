@@ -73,7 +73,8 @@ async def transactions(js: JetStreamContext) -> None:
         return left
 
     orders = [kvx.retry_transaction(kv, lambda tx, n=n: sell(tx, f"order.{n}")) for n in range(2, 7)]
-    print("stock after each sale:", sorted(await asyncio.gather(*orders), reverse=True))
+    sold = await asyncio.gather(*orders)
+    print("stock after each sale:", sorted([sale.result for sale in sold], reverse=True))
     # [touch]
     revision = await kvx.touch(kv, "order.1", ttl=3600)
     print("revision", revision, "of order.1 expires in an hour")

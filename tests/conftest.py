@@ -34,6 +34,7 @@ from clients import close, quiet
 from jetstream_ext.client import connection
 from jetstream_ext.client.base_connection import FallbackConnection
 from jetstream_ext.testing import NatsCluster, NatsServer
+from jetstream_ext.testing.process import HeldPort
 
 # The time of an example depends on the machine, so a deadline would only make tests fail at random.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -401,6 +402,20 @@ async def cluster_nc(cluster: NatsCluster) -> AsyncIterator[Client]:
     )
     yield nc
     await close(nc)
+
+
+@pytest.fixture(scope="module", params=["2.14.6", None], ids=["2.14", "newest"])
+def leaf(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
+    """A server of domain ``leaf``, a leaf node of one of domain ``hub``."""
+    held = HeldPort()
+    hub = f"jetstream {{ domain: hub }}\nleafnodes {{ port: {held.port} }}"
+    remote = f"{{ url: 'nats://127.0.0.1:{held.port}' }}"
+    leaf = f"jetstream {{ domain: leaf }}\nleafnodes {{ reconnect: 1, remotes: [ {remote} ] }}"
+    with contextlib.ExitStack() as stack:
+        stack.callback(held.close)
+        held.make_way()
+        stack.enter_context(NatsServer(version=request.param, name="hub", config=hub))
+        yield stack.enter_context(NatsServer(version=request.param, name="leaf", config=leaf))
 
 
 WaitForInterest = Callable[[JetStreamContext, str], Awaitable[None]]

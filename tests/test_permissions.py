@@ -118,7 +118,7 @@ async def transfer(js: JetStreamContext) -> None:
     kv = await js.key_value("B")
     async with kvx.transaction(kv) as tx:
         await change(tx)
-    await kvx.retry_transaction(kv, change, give_up_after=js._timeout)
+    await kvx.retry_transaction(kv, change, patience=js._timeout)
 
 
 async def enable(js: JetStreamContext) -> None:

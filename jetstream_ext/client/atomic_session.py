@@ -15,13 +15,12 @@ from jetstream_ext.client.api import find_server, forget_stream, remember_ack
 from jetstream_ext.client.base_connection import (
     InboxHandler,
     InboxSubscription,
-    NotPermittedError,
     weakly,
 )
 from jetstream_ext.client.connection import Context, connection_of
-from jetstream_ext.client.outcome import find_out
+from jetstream_ext.client.outcome import resolve
 from jetstream_ext.client.turns import Turn, queued
-from jetstream_ext.errors import BadSubjectError, BatchOutcomeUnknownError, MessageTooLargeError, RequestTimeoutError
+from jetstream_ext.errors import BadSubjectError, MessageTooLargeError, RequestTimeoutError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.atomic import AtomicBatchMachine, State
 from jetstream_ext.protocol.atomic_wire import Block, Encoded
@@ -29,9 +28,8 @@ from jetstream_ext.protocol.feature_table import ATOMIC
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.protocol.options import as_message, check_messages, check_seconds
-from jetstream_ext.protocol.outcome import Batch, Unknown
+from jetstream_ext.protocol.outcome import Batch
 from jetstream_ext.protocol.trace_context import TraceContext
-from jetstream_ext.text import counted
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
 # Payload bytes per write of `fill`: the server works on one block while the next is encoded.
@@ -166,28 +164,12 @@ class AtomicSession:
         timeout = _RESOLVE_TIMEOUTS * self._timeout if timeout is None else check_seconds(timeout, "timeout")
         if not machine.check_unresolved():
             return machine.ack
-        stream, size = machine.server.stream, machine.size
-        try:
-            if stream is None:
-                raise Unknown("the state of the stream could not be read when the batch was opened")
-            write = Batch(
-                machine.last_subject,
-                size,
-                stream,
-                machine.server.last_seq,
-                machine.batch_id,
-                machine.staged > 0,
-                self._session,
-            )
-            verdict = await find_out(self._context, write, timeout, f"batch {machine.batch_id}")
-            if verdict.doubt:
-                raise Unknown(verdict.doubt)
-        except (Unknown, NotPermittedError) as unknown:
-            text = f"batch {machine.batch_id}: the outcome is unknown: {unknown}; its {counted(size, 'message')} may be stored"
-            raise BatchOutcomeUnknownError(
-                text, batch_id=machine.batch_id, sent=size, acked=machine.staged, outcome="unknown"
-            ) from (unknown.__cause__ or unknown)
-        ack = BatchAck(stream.name, verdict.seq, machine.batch_id, size) if verdict.stored else None
+        server, batch_id, size = machine.server, machine.batch_id, machine.size
+        write: Batch | None = None
+        if server.stream is not None:
+            last, staged = machine.last_subject, machine.staged > 0
+            write = Batch(last, size, server.stream, server.last_seq, batch_id, staged, self._session)
+        ack = await resolve(self._context, write, timeout, batch_id=batch_id, size=size, acked=machine.staged)
         machine.resolved(ack)
         return machine.ack
 

@@ -15,12 +15,13 @@ from jetstream_ext.client.base_connection import InboxHandler, NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.retry import Retry, is_transient_read
-from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.errors import BatchOutcomeUnknownError, RequestTimeoutError
 from jetstream_ext.protocol import frames, outcome
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.outcome import Batch, Messages, Question, Unknown, Verdict
 from jetstream_ext.protocol.subjects import addressed
-from jetstream_ext.text import get_logger, log_state
+from jetstream_ext.text import counted, get_logger, log_state
+from jetstream_ext.types import BatchAck
 
 Found = TypeVar("Found")
 
@@ -58,6 +59,27 @@ async def find_out(context: Context, write: Batch | Messages, timeout: float, so
             raise
         why = str(last or "") or "the stream's leader did not answer"
         raise Unknown(f"{why} (tried for {timeout:g} s)", later=True) from last
+
+
+async def resolve(
+    context: Context, write: Batch | Messages | None, timeout: float, *, batch_id: str, size: int, acked: int = 0
+) -> BatchAck | None:
+    """Return the ack of a write whose answer was lost, or None if nothing of it is stored; `write` is None if it cannot be found.
+
+    Raises BatchOutcomeUnknownError if that is not known.
+    """
+    try:
+        if write is None:
+            raise Unknown("the state of the stream could not be read before the write")
+        verdict = await find_out(context, write, timeout, f"batch {batch_id}")
+        if verdict.doubt:
+            raise Unknown(verdict.doubt)
+    except (Unknown, NotPermittedError) as unknown:
+        text = f"batch {batch_id}: the outcome is unknown: {unknown}; its {counted(size, 'message')} may be stored"
+        raise BatchOutcomeUnknownError(text, batch_id=batch_id, sent=size, acked=acked, outcome="unknown") from (
+            unknown.__cause__ or unknown
+        )
+    return BatchAck(write.before.name, verdict.seq, batch_id, size) if verdict.stored else None
 
 
 def may_be_known_later(error: BaseException) -> bool:

@@ -6,10 +6,11 @@ from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot
 from jetstream_ext.kv.live import Changes
 from jetstream_ext.kv.reads import get_many, snapshot
 from jetstream_ext.kv.table import KeyValueChange, Table
-from jetstream_ext.kv.transaction import Transaction, retry_transaction, transaction
+from jetstream_ext.kv.transaction import Committed, Transaction, retry_transaction, transaction
 
 __all__ = [
     "Changes",
+    "Committed",
     "KeyValueChange",
     "KeyValueEntry",
     "KeyValueSnapshot",

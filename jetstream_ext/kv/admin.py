@@ -9,25 +9,20 @@ import nats.js.errors
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.base_connection import NotPermittedError
-from jetstream_ext.client.streams import check_leader
 from jetstream_ext.errors import (
     BadHeaderError,
+    BatchOutcomeUnknownError,
     KeyConflictError,
-    MaxPayloadError,
-    MessageTooLargeError,
-    NoStreamError,
     RequestTimeoutError,
     WrongLastSequenceError,
-    batch_refusal,
-    server_error,
 )
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.commit import KeyPublish
 from jetstream_ext.kv.entries import ROLLUP_HEADERS, check_key, operation
-from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_ID, MSG_TTL, is_instruction
+from jetstream_ext.protocol.headers import MSG_ID, MSG_TTL, is_instruction
 from jetstream_ext.protocol.options import ttl_value
-from jetstream_ext.types import NEVER, TTL, own_headers
+from jetstream_ext.types import NEVER, TTL, BatchMessage, own_headers
 
 
 async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = None) -> int:
@@ -73,7 +68,7 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
         ``STREAM.MSG.GET``.
     """
     check_key(key)
-    text = ttl_value(ttl)
+    ttl_value(ttl)
     bucket = Bucket(kv, timeout)
     subject = bucket.subject(key)
     found = await bucket.get_at_leader(last_by_subj=subject)
@@ -81,51 +76,27 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
         with contextlib.suppress(NotPermittedError):
             await bucket.state(direct=False)
         raise nats.js.errors.KeyNotFoundError(message=f"key {key!r} of bucket {bucket.name!r}")
-    if not feature_table.MSG_TTL.on(bucket.context.connection.server_version):
-        # Older servers store the header and never expire the key. But the bucket's leader may be a newer server.
-        check_leader(
-            bucket.context, (await bucket.unchecked_state()).config, [feature_table.MSG_TTL], "nothing was written"
-        )
     # By its message id, the server would take the call for a duplicate of the value.
     replaced = {MSG_ID, MSG_TTL}
     pairs = [pair for pair in _text_headers(bucket, key, found) if pair[0] not in replaced]
     if ttl is not NEVER:
         pairs += ROLLUP_HEADERS.items()
-    pairs += [(MSG_TTL, text), (EXPECTED_LAST_SUBJECT_SEQ, str(found.seq))]
-    headers = own_headers(pairs)
+    copy = BatchMessage(
+        subject, found.data, headers=own_headers(pairs), msg_ttl=ttl, expected_last_subject_seq=found.seq
+    )
     try:
-        ack = await bucket.context.publish(subject, found.data, headers, bucket.timeout, f"the ack of {subject}")
-    except nats.js.errors.NoStreamResponseError as unanswered:
-        await bucket.check_known(fresh=True)
-        raise NoStreamError(
-            f"bucket {bucket.name!r}: no stream stores key {key!r} (subject {subject!r}), or the bucket has no leader; nothing was "
-            "written",
-            outcome="not_stored",
-        ) from unanswered
-    except nats.errors.TimeoutError:
+        return (await KeyPublish(bucket, copy).commit()).seq
+    except WrongLastSequenceError as refusal:
+        raise KeyConflictError(
+            f"bucket {bucket.name!r}: another client changed key {key!r} during touch(), so it is no longer at revision "
+            f"{found.seq}; nothing was written",
+            keys=(key,),
+            description=refusal.description,
+        ) from refusal
+    except BatchOutcomeUnknownError as lost:
         raise RequestTimeoutError(
             f"bucket {bucket.name!r}: no answer within {bucket.timeout:g} s; key {key!r} may have been written"
-        ) from None
-    except MaxPayloadError as large:
-        text = bucket.too_large(subject, large.size, "server", large.limit, "max_payload")
-        raise MaxPayloadError(text, subject=subject, size=large.size, limit=large.limit) from large
-    except nats.js.errors.APIError as refusal:
-        error = server_error(code=refusal.code, err_code=refusal.err_code, description=refusal.description or "")
-        if isinstance(error, WrongLastSequenceError):
-            raise KeyConflictError(
-                f"bucket {bucket.name!r}: another client changed key {key!r} during touch(), so it is no longer at revision "
-                f"{found.seq}; nothing was written",
-                keys=(key,),
-                description=error.description,
-            ) from refusal
-        if isinstance(error, MessageTooLargeError):
-            text = (
-                f"bucket {bucket.name!r}: the value of key {key!r} with the headers for its TTL is larger than the bucket takes "
-                "(max_msg_size); nothing was written, and the key keeps its value and its earlier TTL; raise the bucket's limit"
-            )
-            raise batch_refusal(error, text, outcome="not_stored", subject=subject) from refusal
-        raise bucket.refused(error, [key]) from refusal
-    return int(ack.seq)
+        ) from lost
 
 
 def _text_headers(bucket: Bucket, key: str, message: StoredMsg) -> list[tuple[str, str]]:

@@ -15,11 +15,14 @@ from jetstream_ext.client.api import (
     forget_stream,
     gather_bounded,
     lookup_stream,
+    why_no_jetstream,
 )
 from jetstream_ext.client.connection import bucket_parts
+from jetstream_ext.client.streams import check_leader
 from jetstream_ext.errors import (
     BatchServerError,
     ErrorCode,
+    NoStreamError,
     ServerError,
     Status,
     batch_refusal,
@@ -28,6 +31,7 @@ from jetstream_ext.kv.entries import KeyValueEntry, Subjects, entry_of, row_of
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.protocol import advice
 from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.feature_table import MSG_TTL
 from jetstream_ext.protocol.subjects import anything
 
 LOOKUPS_IN_FLIGHT: Final = 64
@@ -103,7 +107,18 @@ class Bucket(KeyedStream):
             text = f"bucket {self.name!r} does not exist"
             raise BucketNotFoundError(Status.NOT_FOUND, text, error.err_code, stream=self.stream) from error
 
-    def refused(self, refusal: ServerError, keys: Iterable[str]) -> BatchServerError:
+    async def check_ttl(self) -> None:
+        """Raise UnsupportedFeatureError if the bucket's leader would store a TTL and never heed it."""
+        if not MSG_TTL.on(self.context.connection.server_version):
+            check_leader(self.context, (await self.unchecked_state()).config, [MSG_TTL], "nothing was written")
+
+    async def no_stream(self, batch_id: str, sent: int) -> NoStreamError:
+        """Return the error to raise when no stream has taken a write."""
+        await self.check_known(fresh=True)
+        text = f"bucket {self.name!r} does not exist, or has no leader{why_no_jetstream(self.context)}; nothing was written"
+        return NoStreamError(text, batch_id=batch_id, sent=sent, outcome="not_stored")
+
+    def refused(self, refusal: ServerError, keys: Iterable[str], batch_id: str = "") -> BatchServerError:
         """Return the error to raise when the server has refused a write: what is wrong with the bucket, and what to do.
 
         `keys` are those that are written with a TTL.
@@ -128,10 +143,9 @@ class Bucket(KeyedStream):
                 "; if this is a limit of the bucket, raise it or delete keys",
             ),
         }
-        batch_id = ""
-        if isinstance(refusal, BatchServerError):
+        if isinstance(refusal, BatchServerError) and refusal.batch_id:
             batch_id = refusal.batch_id
-            if batch_id and refusal.err_code not in reasons:
+            if refusal.err_code not in reasons:
                 return refusal  # its text says at which message, and what may explain it
         why, remedy = reasons.get(refusal.err_code or 0, (f"the server refused the write ({said})", ""))
         message = f"bucket {self.name!r}: {why}; nothing was written{remedy}"
@@ -139,7 +153,7 @@ class Bucket(KeyedStream):
 
     def too_large(self, subject: str, size: int | None, what: str, limit: int | None, option: str) -> str:
         """Return the text of an error: `what` takes no message as large as that of the key on `subject`."""
-        key = subject.removeprefix(self.prefix)
+        key = self.key(subject)
         return (
             f"bucket {self.name!r}: the message of key {key!r} has {size} bytes with its headers; the {what} takes {limit} "
             f"({option}); nothing was written"

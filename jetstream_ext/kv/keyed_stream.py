@@ -56,6 +56,9 @@ class KeyedStream:
     def subject(self, key: str) -> str:
         return self.prefix + key
 
+    def key(self, subject: str) -> str:
+        return subject.removeprefix(self.prefix)
+
     def subjects(self, wanted: Callable[[str], bool] = anything) -> Subjects:
         return Subjects(self.stream, self.prefix, wanted, lambda headers: marker_reason(headers) is not None)
 

@@ -111,6 +111,11 @@ class Staging:
         self.writes[key] = Staged(operation, value, ttl, expected, creates)
 
     @property
+    def is_one_message(self) -> bool:
+        """Whether one message commits everything, so that it needs no batch."""
+        return len(self.writes) == 1 and not self.only_read
+
+    @property
     def oldest_read(self) -> KeyValueEntry | None:
         """The oldest entry that was read, delete markers included; it shows which bucket was read.
 

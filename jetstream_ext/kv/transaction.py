@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from inspect import isawaitable
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, Self, TypeVar
 
 from nats.js.kv import KeyValue
+from nats.nuid import NUID
 
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.api import why_no_jetstream
-from jetstream_ext.client.atomic import AtomicBatch, BatchState
+from jetstream_ext.client.atomic import BatchState
+from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.outcome import may_be_known_later
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
@@ -33,12 +35,14 @@ from jetstream_ext.errors import (
     batch_refusal,
 )
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.commit import KeyPublish
 from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.atomic import State
 from jetstream_ext.protocol.options import check_function, check_seconds, check_sequence
 from jetstream_ext.text import counted, get_logger, log_state
-from jetstream_ext.types import TTL, BatchAck
+from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
 _Result = TypeVar("_Result")
 
@@ -51,8 +55,44 @@ _MAX_COMMIT_RETRIES: Final = 3
 _FIRST_PAUSE: Final = 0.004
 
 
-class _Batch(AtomicBatch):
-    _observed = False  # the transaction's commit is
+class Committed(NamedTuple, Generic[_Result]):
+    """What `retry_transaction` returns.
+
+    Attributes:
+        result: What the function returned in the run that was committed.
+        revision: The highest revision that it wrote, for `Table.wait_for`; 0 if it wrote nothing.
+    """
+
+    result: _Result
+    revision: int
+
+
+class _Batch:
+    """A commit of several messages: an atomic batch."""
+
+    def __init__(self, bucket: Bucket, messages: list[BatchMessage]) -> None:
+        self._bucket = bucket
+        self._session = AtomicSession(bucket.context, bucket.timeout, in_one_go=True)
+        self._messages = messages
+        self.batch_id: str = self._session.machine.batch_id
+
+    @property
+    def unknown(self) -> bool:
+        return self._session.machine.state is State.UNKNOWN
+
+    async def commit(self) -> BatchAck:
+        session = self._session
+        try:
+            with session.call(telemetry.Kind.COMMIT, observed=False) as call:  # the transaction's commit is observed
+                await session.fill(self._messages, call)
+                return await session.commit(None)
+        except NoStreamError as error:
+            raise await self._bucket.no_stream(error.batch_id, error.sent or 0) from error
+        finally:
+            session.discard()
+
+    async def resolve(self, timeout: float | None) -> BatchAck | None:
+        return await self._session.resolve(timeout)
 
 
 class Transaction:
@@ -64,15 +104,15 @@ class Transaction:
     if the whole transaction had happened at the moment of the commit (serialisable). If the bucket was deleted and created
     again since a key was found, the commit fails.
 
-    The commit stores one message per key, for any number of operations on it, with the headers that nats-py writes.
+    The commit stores one message per key, for any number of operations on it, with the headers that nats-py writes. The
+    commit of a single key, if no other key was read, is a publish as nats-py's ``put`` and ``update`` are.
     """
 
     def __init__(self, bucket: Bucket, *, errors: list[Exception] | None = None) -> None:
         self._bucket = bucket
         self._errors = errors  # gets those that `get`, `get_many` and `commit` raise
         self._staging = Staging(bucket.prefix, bucket=bucket.name, max_payload=bucket.context.connection.max_payload)
-        self._batch_id = ""  # of the newest commit
-        self._batch: AtomicBatch | None = None
+        self._write: _Batch | KeyPublish | None = None  # the newest commit
         self._state: BatchState = "open"
         self._revisions: dict[str, int] = {}
 
@@ -207,20 +247,23 @@ class Transaction:
             nats.js.errors.BadBucketError: The bucket is a mirror, or the stream is not a bucket's; nothing is written.
             BatchOutcomeUnknownError: The answer was lost. Either everything is written or nothing; `resolve` may find
                 out which.
-            AtomicPublishDisabledError: The bucket does not allow atomic batches; `enable` turns them on.
+            AtomicPublishDisabledError: The bucket does not allow atomic batches, which a commit of several keys needs; `enable`
+                turns them on.
             MessageTTLDisabledError: The bucket does not allow TTLs; `enable` turns them on.
             MessageTooLargeError: A value with its headers, or a delete marker, is larger than the bucket allows; the error
                 names the key, and nothing is written.
             MaxPayloadError: A value with its headers is larger than the server's max_payload; the error names the key, and
                 nothing is written.
             StreamConfigMismatchError: As for `get`; nothing is written.
-            RequestTimeoutError: Nothing was to be written, and no such leader answered in time.
+            RequestTimeoutError: There was no connection in time; or nothing was to be written, and no such leader answered.
+                Nothing is written.
             NoStreamError: The bucket's leader is away, or the bucket does not exist; nothing is written.
             ServerError: The server refused for another reason: the bucket does not allow rollups (10111), is sealed (10109)
                 or is full (10077). Nothing is written. The error is also a `BatchError`, and a nats-py ``APIError`` as
                 those of nats-py's ``put`` are; for these reasons it names the bucket and what to do.
             BatchError: Any other failure of the batch; nothing is written.
-            UnsupportedFeatureError: The server is older than 2.12.1; nothing is written.
+            UnsupportedFeatureError: The server is older than 2.12.1, and the commit is not one of a single key that is all that
+                was read; nothing is written.
 
         Cancellation: Nothing is written, unless the commit was sent already (then `state` is ``"unknown"``).
         """
@@ -247,7 +290,7 @@ class Transaction:
                     ):  # else a single read was of one moment, and of the only server
                         await self._check_reads()
         except BaseException as error:
-            unknown = self._batch is not None and self._batch.state == "unknown"
+            unknown = self._write is not None and self._write.unknown
             self._enter("unknown" if unknown else "failed", before="open", error=error)
             raise
         self._enter("committed", before="open")
@@ -269,31 +312,32 @@ class Transaction:
             if staging.needs_fence:
                 fence = (await bucket.state(direct=False)).last_seq
                 await self._check_reads()  # raises unless everything was as it was read at the fence
-            self._batch = batch = _Batch(bucket.js, timeout=bucket.timeout)
-            self._batch_id = batch.batch_id
             messages = staging.messages(fence=fence)
+            write: _Batch | KeyPublish
+            if staging.is_one_message:
+                write = KeyPublish(bucket, replace(messages[0], msg_id=NUID().next().decode()))
+            else:
+                write = _Batch(bucket, messages)
+            self._write = write
             log_state(_log, self._source, "attempt", batch=self._batch_id, number=retries + 1, fence=fence)
             try:
-                await batch.add_many(messages)
-                self._accept(await batch.commit_eob())
+                self._accept(await write.commit())
                 return
             except WrongLastSequenceError as refusal:
-                conflict = await self._find_conflict()
+                now = await bucket.look_up(staging.expectations)
+                conflict = staging.refused(now)
                 log_state(_log, self._source, "conflict", batch=self._batch_id, error=conflict or refusal)
                 if conflict is not None or retries == _MAX_COMMIT_RETRIES:
                     raise conflict or refusal from refusal
-            except NoStreamError as error:
-                await bucket.check_known(fresh=True)
-                why = why_no_jetstream(bucket.context)
-                text = f"bucket {bucket.name!r} does not exist, or has no leader{why}; nothing was written"
-                raise NoStreamError(text, batch_id=error.batch_id, sent=error.sent, outcome="not_stored") from error
             except BatchServerError as refusal:
                 raise self._explain(refusal) from refusal.__cause__
             except MaxPayloadError as error:
                 text = bucket.too_large(error.subject, error.size, "server", error.limit, "max_payload")
                 raise MaxPayloadError(text, subject=error.subject, size=error.size, limit=error.limit) from error
-            finally:
-                await batch.discard()
+
+    @property
+    def _batch_id(self) -> str:
+        return "" if self._write is None else self._write.batch_id
 
     async def _certain_state(self) -> StreamState:
         """Return the state of the bucket once a leader answers that can have no successor."""
@@ -330,11 +374,8 @@ class Transaction:
             raise conflict
 
     def _accept(self, ack: BatchAck) -> None:
-        first = ack.seq - (ack.batch_size or 1) + 1
-        self._revisions = {key: first + i for i, key in enumerate(self._staging.writes)}
-
-    async def _find_conflict(self) -> KeyConflictError | None:
-        return self._staging.refused(await self._bucket.look_up(self._staging.expectations))
+        writes = self._staging.writes  # the last messages
+        self._revisions = {key: ack.seq - len(writes) + place for place, key in enumerate(writes, 1)}
 
     def _explain(self, refusal: BatchServerError) -> BatchServerError:
         """Return a refusal with the key that it is about and what the caller can do."""
@@ -361,15 +402,15 @@ class Transaction:
 
         Cancellation: Safe; the outcome stays unknown, and `resolve` can be called again.
         """
-        if self._state != "unknown" or self._batch is None:
+        if self._state != "unknown" or self._write is None:
             raise BatchClosedError(
                 f"this transaction is {self._state}; there is nothing to resolve", batch_id=self._batch_id
             )
-        outcome = await self._batch.resolve(timeout=timeout)
-        if outcome == "stored":
-            self._accept(self._batch.ack)
-        self._enter("committed" if outcome == "stored" else "failed", before="unknown")
-        return outcome
+        ack = await self._write.resolve(timeout)
+        if ack is not None:
+            self._accept(ack)
+        self._enter("failed" if ack is None else "committed", before="unknown")
+        return "not_stored" if ack is None else "stored"
 
     @contextmanager
     def _remembering_errors(self) -> Iterator[None]:
@@ -430,8 +471,8 @@ def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:
 
     Cancellation: Nothing is written, unless the commit was sent already.
 
-    Requires: nats-server 2.12.1, ``allow_atomic``, permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``. By default a
-        server accepts 1000 keys in one batch.
+    Requires: Permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``; unless only one key is read and written, nats-server
+        2.12.1 and ``allow_atomic``. By default a server accepts 1000 keys in one batch.
     """
     return Transaction(Bucket(kv, timeout))
 
@@ -440,9 +481,9 @@ async def retry_transaction(
     kv: KeyValue,
     fn: Callable[[Transaction], Awaitable[_Result]],
     *,
-    give_up_after: float = 30.0,
+    patience: float = 30.0,
     timeout: float | None = None,
-) -> _Result:
+) -> Committed[_Result]:
     """Run `fn` in a transaction and commit it; run it again, in a new one, if a key that it read has changed.
 
     Between two runs there is a random pause, at first of up to 4 ms, then of up to twice as long each time, at most half
@@ -465,43 +506,43 @@ async def retry_transaction(
     Args:
         kv: nats-py's bucket.
         fn: Called with the `Transaction` in every run. Its other side effects may happen more than once.
-        give_up_after: Seconds, over 0, after which the next conflict or transient error is raised. If the bucket's leader
+        patience: Seconds, over 0, after which the next conflict or transient error is raised. If the bucket's leader
             does not answer, that is at most `timeout` later.
         timeout: Seconds to wait for each answer; None is the context's own.
 
     Returns:
-        The result of `fn` in the run that was committed.
+        The result of `fn` in the run that was committed, and the highest revision that it wrote.
 
     Raises:
-        KeyConflictError: There was still a conflict after `give_up_after`; or a condition of `fn`'s own (`create`,
+        KeyConflictError: There was still a conflict after `patience`; or a condition of `fn`'s own (`create`,
             `last=`) did not hold, which another run would not change.
-        StreamRecreatedError: The bucket was deleted and created again during each run until `give_up_after`; nothing is
+        StreamRecreatedError: The bucket was deleted and created again during each run until `patience`; nothing is
             written.
         BatchOutcomeUnknownError: Whether the last run was written could not be found out in time.
         BatchError, RequestTimeoutError: The bucket could not be written to in time, or the server refused; nothing is
             written.
         nats.js.errors.BadBucketError, MaxPayloadError, StreamConfigMismatchError: As for `Transaction.commit`, at once;
             nothing is written.
-        ValueError, TypeError: `give_up_after` or `timeout` is not over 0, or not a number; `fn` is no async function.
+        ValueError, TypeError: `patience` or `timeout` is not over 0, or not a number; `fn` is no async function.
         Exception: Whatever `fn` raises.
 
     Cancellation: Nothing is written, unless a commit was sent already.
 
     Requires: As for `transaction`.
     """
-    give_up_after = check_seconds(give_up_after, "give_up_after")
+    patience = check_seconds(patience, "patience")
     check_function(fn, "fn", "an async function")
     bucket, observer = Bucket(kv, timeout), telemetry.observer
     if observer is None:
-        return await _run_until_committed(bucket, fn, give_up_after)
+        return await _run_until_committed(bucket, fn, patience)
     with observer.begin(telemetry.Kind.TRANSACTION, bucket.context.connection, stream=bucket.stream):
-        return await _run_until_committed(bucket, fn, give_up_after)
+        return await _run_until_committed(bucket, fn, patience)
 
 
 async def _run_until_committed(
-    bucket: Bucket, fn: Callable[[Transaction], Awaitable[_Result]], give_up_after: float
-) -> _Result:
-    retry = Retry(give_up_after, first_pause=_FIRST_PAUSE, jitter=True, transient=_may_run_again)
+    bucket: Bucket, fn: Callable[[Transaction], Awaitable[_Result]], patience: float
+) -> Committed[_Result]:
+    retry = Retry(patience, first_pause=_FIRST_PAUSE, jitter=True, transient=_may_run_again)
     retry.start()
     source, run = f"bucket {bucket.name!r}", 0
     while True:
@@ -515,7 +556,7 @@ async def _run_until_committed(
             returned = True
             if tx.state == "open":
                 await _commit_once(tx, bucket, retry)
-            return result
+            return Committed(result, max(tx.revisions.values(), default=0))
         except Exception as error:
             if tx.state in ("committed", "unknown") or not (returned or _consists_of(error, errors)):
                 raise

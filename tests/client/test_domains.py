@@ -2,8 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import nats
@@ -17,25 +16,10 @@ import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.client import api
 from jetstream_ext.testing import NatsServer
-from jetstream_ext.testing.process import HeldPort
 
 STREAMS = {"subjects": ["s.>"], "allow_direct": True, "allow_atomic": True, "allow_batched": True}
 FULL = {"max_msgs": 1, "discard": "new"}
 """Of a stream that refuses nearly everything."""
-
-
-@pytest.fixture(scope="module", params=["2.14.6", None], ids=["2.14", "newest"])
-def leaf(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
-    """A server of domain ``leaf``, a leaf node of one of domain ``hub``."""
-    held = HeldPort()
-    hub = f"jetstream {{ domain: hub }}\nleafnodes {{ port: {held.port} }}"
-    remote = f"{{ url: 'nats://127.0.0.1:{held.port}' }}"
-    leaf = f"jetstream {{ domain: leaf }}\nleafnodes {{ reconnect: 1, remotes: [ {remote} ] }}"
-    with ExitStack() as stack:
-        stack.callback(held.close)
-        held.make_way()
-        stack.enter_context(NatsServer(version=request.param, name="hub", config=hub))
-        yield stack.enter_context(NatsServer(version=request.param, name="leaf", config=leaf))
 
 
 class Domains:

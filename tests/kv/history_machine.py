@@ -935,7 +935,7 @@ class HistoryMachine(RuleBasedStateMachine):
             return history.last, 0 if entry is None else entry.revision
 
         await history.sync()
-        _, read = await kvx.retry_transaction(self.kv, run)
+        (_, read), _ = await kvx.retry_transaction(self.kv, run)
         await history.sync()
         mine = [event for event in history.of_key(key) if event.value == value]
         assert len(mine) == 1, "stored more than once, or not at all"

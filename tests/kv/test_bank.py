@@ -76,7 +76,7 @@ async def bank(
                 mine = await bucket_of(own)
                 while not over():  # `trouble` waits for messages written meanwhile
                     try:
-                        await kvx.retry_transaction(mine, lambda tx: transfer(tx, worker, rng), give_up_after=300)
+                        await kvx.retry_transaction(mine, lambda tx: transfer(tx, worker, rng), patience=300)
                     except jsx.errors.BatchOutcomeUnknownError:
                         doubtful.add(worker)
                     else:

@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable
 
 import pytest
 from clients import connected
@@ -14,25 +13,7 @@ from nats.js.errors import ServiceUnavailableError
 import jetstream_ext as jsx
 from jetstream_ext import kv as kvx
 from jetstream_ext import log
-from jetstream_ext.client.api import Api
-from jetstream_ext.client.connection import Context
-from jetstream_ext.client.streams import enable_options
 from jetstream_ext.testing import NatsServer
-from jetstream_ext.testing.process import HeldPort
-
-
-@pytest.fixture(scope="module", params=["2.14.6", None], ids=["2.14", "newest"])
-def leaf(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
-    """A server of domain ``leaf``, a leaf node of one of domain ``hub``."""
-    held = HeldPort()
-    hub = f"jetstream {{ domain: hub }}\nleafnodes {{ port: {held.port} }}"
-    remote = f"{{ url: 'nats://127.0.0.1:{held.port}' }}"
-    leaf = f"jetstream {{ domain: leaf }}\nleafnodes {{ reconnect: 1, remotes: [ {remote} ] }}"
-    with ExitStack() as stack:
-        stack.callback(held.close)
-        held.make_way()
-        stack.enter_context(NatsServer(version=request.param, name="hub", config=hub))
-        yield stack.enter_context(NatsServer(version=request.param, name="leaf", config=leaf))
 
 
 async def one_key(js: JetStreamContext) -> None:
@@ -134,7 +115,7 @@ async def test_every_write_goes_to_the_bucket_of_the_domain(leaf: NatsServer, tw
         for js in (hub, near) if twin else (hub,):
             await kvx.ensure_bucket(js, "B")
             await kvx.ensure_bucket(js, "P")
-            await enable_options(Api(Context(js)), "KV_B", ["allow_batched"])
+            await jsx.ensure_stream(js, name="KV_B", allow_batched=True)
         await jsx.ensure_stream(hub, name="S", subjects=["s.>"], allow_direct=True)
         await jsx.ensure_stream(hub, name="T", subjects=["t.>"], allow_direct=True, allow_atomic=True)
         async with asyncio.timeout(30):

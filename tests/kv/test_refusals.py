@@ -36,7 +36,7 @@ async def retry(kv: KeyValue) -> None:
         await tx.get("a")
         tx.put("a", b"2" * 100, ttl=60)
 
-    async with asyncio.timeout(20):  # less than `give_up_after`
+    async with asyncio.timeout(20):  # less than `patience`
         await kvx.retry_transaction(kv, fn)
 
 

@@ -31,7 +31,7 @@ class Counting:
 
 
 def is_commit(message: Any) -> bool:
-    return b"Nats-Batch-Commit" in message.header
+    return b"Nats-Batch-Commit" in message.header or b"Nats-Msg-Id" in message.header
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ async def test_result_is_that_of_the_committed_run(make_bucket) -> None:
         tx.put("a", b"mine")
         return runs
 
-    assert await kvx.retry_transaction(kv, add) == 4
+    assert (await kvx.retry_transaction(kv, add)).result == 4
     assert (await kv.get("a")).value == b"mine"
 
 
-async def test_persistent_conflict_is_raised_after_give_up_after(make_bucket) -> None:
+async def test_persistent_conflict_is_raised_when_patience_ends(make_bucket) -> None:
     kv = await make_bucket()
 
     async def never(tx: Transaction) -> None:
@@ -71,10 +71,10 @@ async def test_persistent_conflict_is_raised_after_give_up_after(make_bucket) ->
         tx.put("a", b"mine")
 
     with pytest.raises(KeyConflictError):
-        await kvx.retry_transaction(kv, never, give_up_after=0.5)
+        await kvx.retry_transaction(kv, never, patience=0.5)
     for wrong, error in ((0, ValueError), (-1, ValueError), (True, TypeError)):
-        with pytest.raises(error, match="give_up_after"):
-            await kvx.retry_transaction(kv, Counting(), give_up_after=wrong)
+        with pytest.raises(error, match="patience"):
+            await kvx.retry_transaction(kv, Counting(), patience=wrong)
 
 
 async def test_conflict_with_a_condition_of_the_caller_is_not_retried(make_bucket) -> None:
@@ -118,12 +118,12 @@ async def test_transient_errors_are_retried(reference) -> None:
     ):
         server.faults.add(fault)
         add.runs = 0
-        assert await kvx.retry_transaction(kv, fn, timeout=1) == expected, fault
+        assert (await kvx.retry_transaction(kv, fn, timeout=1)).result == expected, fault
         assert (await kv.get("count")).value == b"%d" % expected
         server.faults.remove(fault)
     server.faults.add(Unavailable("$KV.B.>", times=None))
     with pytest.raises(NoStreamError):
-        await kvx.retry_transaction(kv, add, give_up_after=0.2)
+        await kvx.retry_transaction(kv, add, patience=0.2)
 
 
 async def test_function_may_commit_or_discard_itself(make_bucket) -> None:
@@ -138,8 +138,8 @@ async def test_function_may_commit_or_discard_itself(make_bucket) -> None:
         await tx.discard()
         return "no"
 
-    assert await kvx.retry_transaction(kv, commits) == {"a": 1}
-    assert await kvx.retry_transaction(kv, discards) == "no"
+    assert await kvx.retry_transaction(kv, commits) == ({"a": 1}, 1)
+    assert await kvx.retry_transaction(kv, discards) == ("no", 0)
     assert (await kv.get("a")).value == b"1"
 
 
@@ -152,7 +152,7 @@ class TestLostAnswers:
         await kv._js.update_stream(config.evolve(duplicate_window=window))
         for expected, fault in enumerate((Drop(kind="pub_ack"), Lose("$KV.B.>", when=is_commit)), start=1):
             server.faults.add(fault)
-            assert await kvx.retry_transaction(kv, Counting(), timeout=0.5) == expected, fault
+            assert (await kvx.retry_transaction(kv, Counting(), timeout=0.5)).result == expected, fault
             entry = await kv.get("count")
             assert (entry.value, entry.revision) == (b"%d" % expected, expected), fault
 
@@ -171,7 +171,7 @@ class TestLostAnswers:
         await kv._js.update_stream((await kv._js.stream_info("KV_B")).config.evolve(max_msgs_per_subject=history))
         server.faults.add(fault)
         running = asyncio.ensure_future(kvx.retry_transaction(kv, Counting(), timeout=1))
-        async with asyncio.timeout(15):  # less than `give_up_after`
+        async with asyncio.timeout(15):  # less than `patience`
             while not server.faults.seen.get(id(fault)):
                 await asyncio.sleep(0.005)
             await kv.put("count", b"100")
@@ -179,7 +179,7 @@ class TestLostAnswers:
                 with pytest.raises(BatchOutcomeUnknownError, match="has removed messages since"):
                     await running
             else:
-                assert await running == result
+                assert (await running).result == result
         assert (await kv.get("count")).value == value
 
     async def test_plain_transaction_leaves_the_outcome_to_the_caller(self, reference) -> None:

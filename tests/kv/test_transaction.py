@@ -12,7 +12,7 @@ from nats.js.errors import InvalidKeyError, KeyWrongLastSequenceError
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.client.atomic import AtomicBatch
+from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.errors import (
     AtomicPublishDisabledError,
     AtomicPublishTooLargeError,
@@ -193,13 +193,13 @@ class TestReads:
     ) -> None:
         """Only where the whole bucket must be unchanged, because more keys were read than messages can name."""
         kv = await make_bucket()
-        add_many = AtomicBatch.add_many
+        fill = AtomicSession.fill
 
-        async def write_and_add(batch: Any, messages: Any) -> Any:
+        async def write_and_fill(session: Any, messages: Any, call: Any) -> Any:
             await kv.put("another", b"1")
-            return await add_many(batch, messages)
+            return await fill(session, messages, call)
 
-        monkeypatch.setattr(AtomicBatch, "add_many", write_and_add)
+        monkeypatch.setattr(AtomicSession, "fill", write_and_fill)
         for written in (["sum"], ["sum", "other"]):
             tx = kvx.transaction(kv)
             await tx.get_many(["x", "y"])
@@ -211,6 +211,31 @@ class TestReads:
             with pytest.raises(KeyConflictError, match="another client wrote to the bucket; run the") as caught:
                 await tx.commit()
             assert (caught.value.keys, caught.value.stale_read) == ((), True)
+
+    async def test_one_key_is_one_publish_and_needs_no_batch(self, make_bucket, nc) -> None:
+        kv = await make_bucket(allow=False)
+        async with kvx.transaction(kv) as tx:
+            tx.create("a", b"1")
+        sent = nc.stats["out_msgs"]
+        async with kvx.transaction(kv) as tx:
+            tx.put("a", b"2")
+        assert nc.stats["out_msgs"] == sent + 1
+        async with kvx.transaction(kv) as tx:
+            entry = await tx.get("a")
+            tx.put("a", entry.value + b"3")
+        assert tx.revisions == {"a": 3}
+        behind = kvx.transaction(kv)
+        await behind.get("a")
+        await kv.put("a", b"4")
+        behind.put("a", b"lost")
+        with pytest.raises(KeyConflictError):
+            await behind.commit()
+        assert (await kv.get("a")).value == b"4"
+        tx = kvx.transaction(kv)
+        tx.put("a", b"5")
+        tx.put("b", b"5")
+        with pytest.raises(AtomicPublishDisabledError):
+            await tx.commit()
 
     async def test_reads_see_own_writes(self, make_bucket) -> None:
         kv = await make_bucket()
@@ -276,7 +301,7 @@ class TestReadOnly:
             return entry.value
 
         former.reads, former.looks = 1, 2
-        assert await kvx.retry_transaction(kv, read) == b"2"
+        assert await kvx.retry_transaction(kv, read) == (b"2", 0)
 
     async def test_wait_for_a_certain_leader_ends(self, make_bucket, monkeypatch: Any) -> None:
         kv = await make_bucket()
@@ -420,7 +445,7 @@ async def test_every_attribute_of_a_transaction_is_documented(make_bucket) -> No
     async def look(tx: kvx.Transaction) -> kvx.Transaction:
         return tx
 
-    for tx in (kvx.transaction(kv), await kvx.retry_transaction(kv, look)):
+    for tx in (kvx.transaction(kv), (await kvx.retry_transaction(kv, look)).result):
         names = {name for name in dir(tx) if not name.startswith("_")}
         assert {"get", "put", "commit", "resolve"} <= names
         assert type(tx) is kvx.Transaction  # whose docstrings are the reference

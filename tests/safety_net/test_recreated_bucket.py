@@ -14,7 +14,6 @@ from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext import AtomicBatch, BatchAck
 from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, StreamRecreatedError
 from jetstream_ext.log import LogReader, OffsetStore
 from jetstream_ext.testing import NatsServer
@@ -128,7 +127,7 @@ async def test_retried_transaction_runs_again_in_the_bucket_that_was_recreated_d
             await recreate(js, name)
         tx.put("account", entry.value + b"1")
 
-    await kvx.retry_transaction(kv, fn, give_up_after=60)
+    await kvx.retry_transaction(kv, fn, patience=60)
     assert values == [b"100", b"7"]
     assert (await kv.get("account")).value == b"71"
 
@@ -148,7 +147,7 @@ async def test_retried_transaction_fails_when_the_bucket_is_recreated_during_eve
         tx.put("account", b"101")
 
     with pytest.raises(StreamRecreatedError, match="nothing was written"):
-        await kvx.retry_transaction(kv, fn, give_up_after=4)
+        await kvx.retry_transaction(kv, fn, patience=4)
     assert runs > 1
     assert (await kv.get("account")).value == b"7"
 
@@ -159,27 +158,30 @@ async def test_lost_commit_is_resolved_and_not_repeated_in_a_recreated_bucket(
     name, runs = stream_name(), 0
     kv = await kvx.enable(await js.create_key_value(bucket=name))
     await kv.put("account", b"100")
-    send = AtomicBatch.commit_eob
+    commit, states = kvx.Transaction.commit, dict[kvx.Transaction, str]()
 
-    async def lose(batch: AtomicBatch) -> BatchAck:
+    async def lose(tx: kvx.Transaction) -> dict[str, int]:
         if runs > 1:
-            return await send(batch)
+            return await commit(tx)
         await recreate(js, name)
-        raise BatchOutcomeUnknownError(batch_id=batch.batch_id)
+        states[tx] = "unknown"
+        raise BatchOutcomeUnknownError
 
-    async def resolve(batch: AtomicBatch, *, timeout: float | None = None) -> str:
+    async def resolve(tx: kvx.Transaction, *, timeout: float | None = None) -> str:
+        states[tx] = "failed"
         return "not_stored"
 
     async def fn(tx: kvx.Transaction) -> None:
         nonlocal runs
         runs += 1
+        states[tx] = "open"
         entry = await tx.get("account")
         assert entry is not None
         tx.put("account", entry.value + b"1")
 
-    monkeypatch.setattr(AtomicBatch, "commit_eob", lose)
-    monkeypatch.setattr(AtomicBatch, "state", property(lambda batch: "unknown" if runs == 1 else "committed"))
-    monkeypatch.setattr(AtomicBatch, "resolve", resolve)
+    monkeypatch.setattr(kvx.Transaction, "commit", lose)
+    monkeypatch.setattr(kvx.Transaction, "resolve", resolve)
+    monkeypatch.setattr(kvx.Transaction, "state", property(states.get))
     await kvx.retry_transaction(kv, fn)
     assert runs == 2
     assert (await kv.get("account")).value == b"71"

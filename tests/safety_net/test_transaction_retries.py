@@ -63,7 +63,7 @@ async def conflict_of_an_inner_retry(tx: kvx.Transaction, kv: KeyValue, other: K
     async def never(inner: kvx.Transaction) -> None:
         await conflict_in_another_bucket(inner, other, kv)
 
-    await kvx.retry_transaction(kv, never, give_up_after=0.01)
+    await kvx.retry_transaction(kv, never, patience=0.01)
 
 
 async def another_bucket_that_was_recreated(tx: kvx.Transaction, kv: KeyValue, other: KeyValue) -> None:
@@ -104,7 +104,7 @@ async def test_error_of_another_call_in_the_function_ends_the_call(make_bucket: 
             await call(tx, kv, other)
 
         with pytest.raises(error):
-            await kvx.retry_transaction(kv, fn, give_up_after=60)
+            await kvx.retry_transaction(kv, fn, patience=60)
         assert runs == 1, call
         assert "own" not in await kvx.snapshot(kv)
 
@@ -160,5 +160,5 @@ async def test_error_that_the_function_makes_of_one_of_the_transaction_ends_the_
             await call(tx, kv, kv)
 
         with pytest.raises(error):
-            await kvx.retry_transaction(kv, fn, give_up_after=60)
+            await kvx.retry_transaction(kv, fn, patience=60)
         assert runs == 1, call

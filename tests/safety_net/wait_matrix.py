@@ -62,7 +62,7 @@ ENDLESS = {
     "log.Table.changes",
 }
 # What retries after transient errors: it ends after the `timeout` for an answer and the `patience` (or `ingest`'s own
-# `timeout`, or `give_up_after`). The patience is no multiple of the timeout, so that one more wait for an answer shows.
+# `timeout`, or `patience`). The patience is no multiple of the timeout, so that one more wait for an answer shows.
 PATIENCE = 1.4  # timeouts
 PATIENT = (
     "Committing",
@@ -110,7 +110,8 @@ def public_calls() -> set[str]:
 def _returned(function: object) -> set[type]:
     """Return the classes in the return annotation of a function or property."""
     function = function.fget if isinstance(function, property) else function
-    left = [_hints(function).get("return")] if inspect.isfunction(function) else []
+    ours = inspect.isfunction(function) and not function.__module__.startswith("namedtuple_")
+    left = [_hints(function).get("return")] if ours else []
     found = set[type]()
     while left:
         annotation = left.pop()
@@ -561,7 +562,7 @@ CALLS: dict[str, Call] = {
     "enable": on(a_bucket, lambda t, kv: kvx.enable(kv, atomic=True)),
     "ensure_bucket": plain(lambda t: kvx.ensure_bucket(t.js, "fresh", spark=True)),
     "get_many": on(a_bucket, lambda t, kv: kvx.get_many(kv, ["a", "b"])),
-    "retry_transaction": on(a_bucket, lambda t, kv: kvx.retry_transaction(kv, change, give_up_after=t.patience)),
+    "retry_transaction": on(a_bucket, lambda t, kv: kvx.retry_transaction(kv, change, patience=t.patience)),
     "snapshot": on(a_bucket, lambda t, kv: kvx.snapshot(kv)),
     "touch": on(a_bucket, lambda t, kv: kvx.touch(kv, "b", jsx.NEVER)),
     "transaction": on(a_bucket, enter_transaction),
