@@ -43,7 +43,7 @@ nitpick_ignore_regex = [
     ),
     (
         r"py:class",
-        r"(Outcome|Entry|BatchState|GapHandler|ErrorHandler|FlowHandler|Self|Unpack|PublishOptions|StreamOptions|BucketOptions|ScanOptions|TTL|_Never)",
+        r"(Outcome|Entry|BatchState|GapHandler|ErrorHandler|FlowHandler|Self|Unpack|PublishOptions|StreamOptions|BucketOptions|ScanOptions|TTL|_Never|_Result)",
     ),
     (
         r"py:class",
