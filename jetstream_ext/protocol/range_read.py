@@ -494,7 +494,9 @@ class RangeRead:
     def _interrupt(self, reply: _Reply, now: float) -> None:
         """Ask for the rest once more, or give up; a request that was not sent is not yet repeated."""
         # A server that holds too much for a connection closes it, so another request for as much would cost it again.
-        if reply.error is None:
+        # Or what comes after a reconnection that nobody has noticed shows that messages are missing.
+        lost = not reply.unsent and (reply.error is None or isinstance(reply.error, MessagesLostError))
+        if lost:
             self._plan.link.lost(self._flight.asked, now, self.session)
         less, self._most = self._plan.link.most != self._most, self._plan.link.most
         text = (
@@ -506,7 +508,7 @@ class RangeRead:
         give_up = self._patience_ends(now) if reply.unsent else (self._retried or self._repeated) and not less
         self._flight.clear()
         self._plan.retry()
-        if reply.error is None and not reply.unsent:
+        if lost:
             self._plan.ask_for_less()
         self._flight.drop()
         if not self._plan.done:

@@ -306,6 +306,15 @@ class TestConnection:
         assert isinstance(failure(script.act()), errors.MessagesLostError)
         assert "max_pending" in str(failure(script.act()))
 
+    def test_messages_that_are_missing_in_a_reply_let_it_ask_for_less_as_well(self) -> None:
+        script = Script(one_reply(max_bytes=MIB))
+        script.act()
+        script.answer(reply([1], 3)[:1] + reply([2, 3], 1)[1:])
+        script.reconnect()
+        script.act()
+        assert script.delivered == [1]
+        assert [sent.request.max_bytes for sent in script.sent][1] <= MIB // 8
+
     def test_the_requests_of_a_scan_shrink_as_well_and_go_out_one_at_a_time(self) -> None:
         script = Script(scan(prefetch=3, batch=2))
         script.plan.link.rate = float(64 * MIB)
