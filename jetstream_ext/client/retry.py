@@ -20,6 +20,8 @@ _T = TypeVar("_T")
 _log = get_logger("client")
 
 _NO_TIME: Final = 0.001
+# Seconds. A shorter attempt would end with the error that it had no time, and not with what is wrong.
+_SHORTEST_ATTEMPT: Final = 0.1
 _LONGEST_PAUSE: Final = 0.5
 # Seconds after the deadline for an attempt that ends in time by itself: its error says better what it waited for.
 _GRACE: Final = 0.1
@@ -132,7 +134,8 @@ class Retry:
             raise error
         self._last = error
         pause = self._pause * random.random() if self.jitter else self._pause  # noqa: S311 - spreads load
-        pause = min(pause, self._deadline - now)
+        left = self._deadline - now
+        pause = pause if pause + _SHORTEST_ATTEMPT < left else left
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         log_state(_log, "retry", "pause", error, seconds=round(pause, 3), error=error)
         await asyncio.sleep(pause)
