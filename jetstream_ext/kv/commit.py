@@ -39,6 +39,7 @@ class KeyPublish:
         self.unknown: bool = False
         """Whether the message was sent, and it is not known what became of it."""
         self._write: Messages | None = None
+        self._session = 0  # of the connection that the message was written to
         self._headers = message_headers(message)
 
     async def commit(self) -> BatchAck:
@@ -57,7 +58,7 @@ class KeyPublish:
             state, last_seq = known
             self._write = Messages(message.subject, 1, state, last_seq, (self.batch_id,), unique=True, known="")
         await bucket.context.connection.wait_usable(max(0.0, deadline - clock()))
-        self.unknown = True
+        self.unknown, self._session = True, bucket.context.connection.session
         try:
             ack = await self._publish(max(0.001, deadline - clock()))
         except (BadHeaderError, BadSubjectError, MaxPayloadError, NoStreamError, NotPermittedError, BadBucketError):
@@ -103,5 +104,9 @@ class KeyPublish:
         """Return the ack of the message if it is stored, or None; raise BatchOutcomeUnknownError if that is not known."""
         timeout = 4 * self._bucket.timeout if timeout is None else check_seconds(timeout, "timeout")
         ack = await resolve(self._bucket.context, self._write, timeout, batch_id=self.batch_id, size=1)
+        if ack is None and self._bucket.context.connection.session != self._session:
+            text = "the client has reconnected, and the message may still arrive over the old connection"
+            text = f"bucket {self._bucket.name!r}: the outcome is unknown: {text}"
+            raise BatchOutcomeUnknownError(text, batch_id=self.batch_id, sent=1, outcome="unknown")
         self.unknown = False
         return ack

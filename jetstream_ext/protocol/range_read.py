@@ -494,7 +494,7 @@ class RangeRead:
     def _interrupt(self, reply: _Reply, now: float) -> None:
         """Ask for the rest once more, or give up; a request that was not sent is not yet repeated."""
         # A server that holds too much for a connection closes it, so another request for as much would cost it again.
-        # Or what comes after a reconnection that nobody has noticed shows that messages are missing.
+        # If nobody has noticed a reconnection, messages that are missing in the reply are its only sign.
         lost = not reply.unsent and (reply.error is None or isinstance(reply.error, MessagesLostError))
         if lost:
             self._plan.link.lost(self._flight.asked, now, self.session)

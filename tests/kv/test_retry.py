@@ -182,6 +182,22 @@ class TestLostAnswers:
                 assert (await running).result == result
         assert (await kv.get("count")).value == value
 
+    async def test_a_message_that_may_be_on_the_old_connection_stays_unknown(self, reference) -> None:
+        server, kv = reference
+        server.faults.add(Lose("$KV.B.>", when=is_commit))
+        tx = kvx.transaction(kv, timeout=0.5)
+        tx.put("a", b"1")
+        with pytest.raises(BatchOutcomeUnknownError):
+            await tx.commit()
+        nc = kv._js._nc
+        nc._transport._bare_io_writer.transport.abort()
+        async with asyncio.timeout(15):
+            while not (nc.stats["reconnects"] and nc.is_connected):
+                await asyncio.sleep(0.01)
+        with pytest.raises(BatchOutcomeUnknownError, match="the message may still arrive over the old connection"):
+            await tx.resolve()
+        assert tx.state == "unknown"
+
     async def test_plain_transaction_leaves_the_outcome_to_the_caller(self, reference) -> None:
         server, kv = reference
         for fault, outcome, revisions in (
