@@ -247,7 +247,9 @@ class BaseConnection(ABC):
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def request(self, subject: str, payload: bytes, timeout: float, *, again: float = math.inf) -> Frame:
+    async def request(
+        self, subject: str, payload: bytes, timeout: float, *, header: bytes = b"", again: float = math.inf
+    ) -> Frame:
         """Send a request, and return the first reply within `timeout` seconds; while nats-py reconnects, it waits.
 
         A request that changes nothing can be sent `again` after so many seconds without a reply, and after a reconnect.
@@ -264,7 +266,7 @@ class BaseConnection(ABC):
         Cancellation: Nothing is left behind; a request that was sent may be carried out.
         """
         frames.check_line(subject, self.inbox_size)
-        frames.check_size(len(payload), self.max_payload, subject)
+        frames.check_size(len(header) + len(payload), self.max_payload, subject)
         loop = asyncio.get_running_loop()
         deadline, answer = loop.time() + timeout, loop.create_future()
 
@@ -276,13 +278,13 @@ class BaseConnection(ABC):
 
         handler = InboxHandler(lambda got: complete(answer, got[0]), lost, refused=refused)
         inbox = await self.inbox(handler, timeout=timeout)
-        command = frames.pub(subject.encode(), inbox.subject.encode(), b"", payload)
+        command = frames.pub(subject.encode(), inbox.subject.encode(), header, payload)
         try:
             while True:
                 if not self.usable:
                     await self.wait_usable(deadline - loop.time())
                     answer = loop.create_future()  # nothing was sent yet when the connection was lost
-                self.write_nowait(command, 1, len(payload))
+                self.write_nowait(command, 1, len(header) + len(payload))
                 until = min(deadline, loop.time() + again)
                 try:
                     reply: Frame | None = await self.reply(answer, until, subject)

@@ -26,6 +26,7 @@ from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import PubAck
+from nats.js.errors import APIError, NoStreamResponseError
 from nats.js.kv import KeyValue
 from nats.js.manager import JetStreamManager
 
@@ -35,18 +36,16 @@ from jetstream_ext.client.base_connection import (
     InboxHandler,
     InboxSubscription,
     NotConnectedError,
-    NotPermittedError,
     call_handler,
 )
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError, ResponseError
 from jetstream_ext.protocol import feature_table, frames
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import Target, parsing
+from jetstream_ext.protocol.api import Target, parse_object, parsing
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.protocol.subjects import addressed, bucket_prefix, bucket_stream, check_subject
 from jetstream_ext.text import get_logger
-from jetstream_ext.types import own_headers
 
 # States of nats-py's parser (nats.protocol.parser).
 _AWAITING_CONTROL_LINE = 1
@@ -425,25 +424,26 @@ class Context:
     async def publish(
         self, subject: str, payload: bytes, headers: Mapping[str, str], timeout: float, what: str
     ) -> PubAck:
-        """Publish by nats-py's ``js.publish``, within `timeout` seconds; `what` names the awaited thing.
+        """Publish a message, and return its ack within `timeout` seconds; `what` names the awaited thing.
 
-        Raises as ``js.publish`` does; BadSubjectError, BadHeaderError or MaxPayloadError if a server would not take the
+        Raises as nats-py's ``js.publish`` does; BadSubjectError, BadHeaderError or MaxPayloadError if a server would not take the
         message, which is then not sent; NotPermittedError if the server has refused it. After a RequestTimeoutError or a
         ResponseError (the ack is malformed, or that of a stream of another domain) it may be stored.
         """
-        assert isinstance(self.js, JetStreamContext)  # only those publish
-        connection, subject = self.connection, addressed(subject, self.prefix)
-        frames.check_line(subject, connection.inbox_size + _REQUEST_TOKEN)
-        frames.check_size(len(h.encode(headers.items())) + len(payload), connection.max_payload, subject)
-        publishing = self.js.publish(subject, payload, timeout=timeout, headers=own_headers(headers.items()))
+        subject = addressed(subject, self.prefix)
+        header = h.encode(headers.items()) if headers else b""
         try:
-            with parsing(f"the ack on {subject}"):
-                ack = await connection.bounded(publishing, timeout, what, subject=subject)
-        except NotPermittedError:
-            raise
-        except nats.errors.TimeoutError:  # of nats-py or of `bounded`
+            _, reply, size = await self.connection.request(subject, payload, timeout, header=header)
+        except nats.errors.NoRespondersError as error:
+            raise NoStreamResponseError from error
+        except RequestTimeoutError:
             late = RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}")
-            raise connection.explained(late, [subject]) from None
+            raise self.connection.explained(late, [subject]) from None
+        answer = parse_object(f"the ack on {subject}", reply[size:])
+        if "error" in answer:
+            raise APIError.from_error(answer["error"])
+        with parsing(f"the ack on {subject}"):
+            ack = PubAck.from_response(answer)
         target = self.target()
         if other := target.other_stream(ack.stream, ack.domain):
             raise ResponseError(target.answered_by(other))

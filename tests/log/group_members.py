@@ -2,13 +2,18 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import nats
+import nats.errors
+import pytest
 from nats.js import JetStreamContext
+from nats.js.api import PubAck
 
 from jetstream_ext import StoredMsg
+from jetstream_ext.client.connection import Context
+from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.log import Group
 from jetstream_ext.log.member import Member
 from jetstream_ext.testing import NatsServer
@@ -42,3 +47,22 @@ async def breakable_server() -> AsyncIterator[tuple[NatsServer, JetStreamContext
         # nats-py raises the first; asyncio the second, where a transport is closed that has more to write (Python 3.12, 3.13).
         with contextlib.suppress(ConnectionError, TypeError):
             await nc.close()
+
+
+def replace_publish(
+    patch: pytest.MonkeyPatch, js: JetStreamContext, function: Callable[..., Awaitable[PubAck]]
+) -> None:
+    """Call `function`, with the arguments of nats-py's ``js.publish``, for what the library publishes with a context."""
+    real = Context.publish
+
+    async def publish(
+        self: Context, subject: str, payload: bytes, headers: Mapping[str, str], timeout: float, what: str
+    ) -> PubAck:
+        if self.js is not js:
+            return await real(self, subject, payload, headers, timeout, what)
+        try:
+            return await function(subject, payload, timeout=timeout, headers=dict(headers))
+        except nats.errors.TimeoutError as late:
+            raise RequestTimeoutError(f"timed out while waiting for {what}") from late
+
+    patch.setattr(Context, "publish", publish)

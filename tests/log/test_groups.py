@@ -27,7 +27,7 @@ from jetstream_ext.testing import NatsServer, ReferenceServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from group_members import MakeGroup, breakable_server, ignore, take, until
+from group_members import MakeGroup, breakable_server, ignore, replace_publish, take, until
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -584,7 +584,7 @@ class TestSeveralMembers:
                 raise nats.errors.TimeoutError
             return await publish(subject, *arguments, **options)
 
-        monkeypatch.setattr(own, "publish", lose)
+        replace_publish(monkeypatch, own, lose)
         await until(lambda: len(one.member.partitions + other.member.partitions) == 2 and one.member.partitions)
         away = True
         await until(lambda: len(other.member.partitions) == 2)

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import pickle
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import nats.errors
@@ -13,6 +15,10 @@ from nats.js import JetStreamContext
 
 from jetstream_ext import errors
 from jetstream_ext.log import LogReader, New, OffsetStore, Seq, Stored
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from group_members import replace_publish
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -130,7 +136,7 @@ async def test_a_transient_refusal_of_a_commit_is_no_error(
             raise refusals.pop()
         return await publish(*arguments, **options)
 
-    monkeypatch.setattr(js, "publish", overloaded)
+    replace_publish(monkeypatch, js, overloaded)
     stored = await store.commit(reader, name="r")
     assert (await store.fetch("r"), refusals) == (stored, [])
 
@@ -215,7 +221,7 @@ class Flaky:
     def __init__(self, js: JetStreamContext, monkeypatch: pytest.MonkeyPatch, plan: list[str]) -> None:
         self.plan = plan
         self._publish = js.publish
-        monkeypatch.setattr(js, "publish", self.publish)
+        replace_publish(monkeypatch, js, self.publish)
 
     async def publish(self, *arguments: Any, **options: Any) -> Any:
         what = self.plan.pop(0) if self.plan else "works"

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import random
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import nats.errors
@@ -32,6 +34,10 @@ from jetstream_ext.log import (
 )
 from jetstream_ext.log.redriving import _Redriving
 from jetstream_ext.protocol.api import StreamState
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from group_members import replace_publish
 
 Make = Callable[..., Awaitable[str]]
 Bury = Callable[..., Awaitable[tuple[str, str, str]]]
@@ -73,7 +79,7 @@ class Copies:
                 raise DiedError
             return ack
 
-        patch.setattr(js, "publish", watched)
+        replace_publish(patch, js, watched)
 
     def header(self, name: str) -> list[str | None]:
         return [headers.get(name) for _, _, headers in self.sent]
@@ -289,7 +295,7 @@ async def test_a_letter_of_unknown_outcome_is_found_behind_a_refusal(
         raise nats.js.errors.BadRequestError(code=400, err_code=10054, description="too large")
 
     with monkeypatch.context() as patched:
-        patched.setattr(js, "publish", lose_and_refuse)
+        replace_publish(patched, js, lose_and_refuse)
         with pytest.raises(errors.ServerError, match="was refused, and stays"):
             await redrive(js, stream, dead, offsets=offsets)
     await asyncio.sleep(0.3)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import nats
@@ -20,6 +21,10 @@ from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log import Last, LogReader, OffsetStore, Processed, exactly_once, lease, takeover, worker
 from jetstream_ext.log.lease import Lease
 from jetstream_ext.testing import NatsServer, ReferenceServer, VirtualClock
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from group_members import replace_publish
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -412,8 +417,8 @@ async def test_a_newcomer_takes_over_from_a_worker_that_commits_in_every_round_t
         return asyncio.ensure_future(running)
 
     handled: list[int] = []
-    monkeypatch.setattr(js, "publish", commit)
-    monkeypatch.setattr(newcomer, "publish", claim)
+    replace_publish(monkeypatch, js, commit)
+    replace_publish(monkeypatch, newcomer, claim)
     await more(start.source, 1, 1000)
     active, other = work(js), None
     try:
