@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, Literal, TypedDict, Unpack
 
@@ -22,7 +22,7 @@ from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.limits import known_since, limits_of, with_record
 from jetstream_ext.protocol.api import StreamState, check_config
-from jetstream_ext.protocol.options import bucket_fields, check_unicode, marker_fields, marker_subjects
+from jetstream_ext.protocol.options import bucket_fields, bucket_subjects, check_unicode, marker_fields, reads_subject
 from jetstream_ext.protocol.subjects import bucket_prefix, bucket_stream
 from jetstream_ext.text import get_logger
 
@@ -82,6 +82,7 @@ async def ensure_bucket(
     direct: bool = True,
     atomic: bool = True,
     spark: bool = False,
+    events: Sequence[str] = (),
     timeout: float | None = None,
     **options: Unpack[BucketOptions],
 ) -> KeyValue:
@@ -98,6 +99,7 @@ async def ensure_bucket(
         direct: Direct gets, which `get_many` and `snapshot` need.
         atomic: Atomic batches, which transactions need.
         spark: What Spark's sink `jetstream_kv` needs; see `enable`.
+        events: The subjects of events that transactions store together with keys; see `enable`.
         timeout: Seconds for the whole call; None is the context's own.
         options: As nats-py's ``KeyValueConfig``: ``history`` is how many values of a key are kept (1 to 64); ``ttl`` is
             after how many seconds a value expires; ``limit_marker_ttl`` lets keys that expire leave a delete marker for
@@ -123,19 +125,22 @@ async def ensure_bucket(
         lacks something (without the latter see `enable`). Servers have no conditional update: two programs that turn on
         different options at the same moment can undo each other's change.
     """
-    check_known_options("ensure_bucket", options, [*_FIELDS, "direct", "atomic", "spark", "timeout"], _SYNONYMS)
+    check_known_options(
+        "ensure_bucket", options, [*_FIELDS, "direct", "atomic", "spark", "events", "timeout"], _SYNONYMS
+    )
     _check_bucket_name(name)
-    fields = bucket_fields(name, direct=direct, atomic=atomic, spark=spark)
+    fields = bucket_fields(name, direct=direct, atomic=atomic or bool(events), spark=spark)
+    places = bucket_subjects(name, atomic=atomic or bool(events), spark=spark, events=events)
     marker_ttl = options.pop("limit_marker_ttl", None)
     checked = check_options(f"bucket {name!r}", options, BucketOptions, _RANGES)
     wanted = {_FIELDS[option]: value for option, value in checked.items()}
     if marker_ttl is not None:
         fields |= marker_fields(marker_ttl, "limit_marker_ttl")
         wanted["subject_delete_marker_ttl"] = fields["subject_delete_marker_ttl"]
-    new = _new_config(name, wanted | fields, spark=spark)
+    new = _new_config(name, wanted | fields, places)
     check_unicode(new.as_dict(), f"the configuration of bucket {name!r}")
     bucket = Bucket(open_bucket(js, name), timeout)
-    return await _turn_on(bucket, fields, spark=spark, wanted=wanted, new=new)
+    return await _turn_on(bucket, fields, places, wanted=wanted, new=new)
 
 
 async def enable(
@@ -145,6 +150,7 @@ async def enable(
     atomic: bool = True,
     ttl: bool | float | timedelta | None = None,
     spark: bool = False,
+    events: Sequence[str] = (),
     timeout: float | None = None,
 ) -> KeyValue:
     """Turn on what a bucket lacks; return nats-py's `KeyValue` for the bucket as it is now.
@@ -156,13 +162,18 @@ async def enable(
     Args:
         kv: nats-py's bucket.
         direct: Direct gets, which `get_many` and `snapshot` need. (nats-py creates buckets without them.)
-        atomic: Atomic batches, which transactions need.
+        atomic: Atomic batches, which transactions of several keys need, and the subject ``_reads.KV_<bucket>``, where they
+            store messages without payload if they read keys that they do not write: so a transaction fails only if one of
+            its own keys has changed. (A client that may not change the stream goes without that subject.)
         ttl: True: TTLs of single keys. Whole seconds or a timedelta: also delete markers that stay for that time when a
             key expires, so that watchers and reads of the past see the expiry. With markers, no value lives shorter
             than its marker, unless the bucket's history is 1. None: no change.
         spark: What Spark's sink `jetstream_kv` needs: atomic batches, and a place for its markers, which is the subject
             ``_spark.KV_<bucket>.>`` of the bucket's stream. Clients of the bucket do not see what is stored there, except
             that it counts in the number of values of nats-py's ``status()``.
+        events: Subjects that `Transaction.publish` can store together with keys, as filters such as ``orders.events.>`` that
+            end in ``.>``. They are added to the bucket's stream, where no client takes them for keys; they expire with the
+            bucket's ``ttl``, and count in ``status()`` as well. Needs `atomic`, which is turned on with it.
         timeout: Seconds for the whole call; None is the context's own.
 
     Raises:
@@ -179,12 +190,13 @@ async def enable(
         programs that turn on different options at the same moment can undo each other's change.
     """
     bucket = Bucket(kv, timeout)
-    fields = bucket_fields(bucket.name, direct=direct, atomic=atomic, spark=spark)
+    fields = bucket_fields(bucket.name, direct=direct, atomic=atomic or bool(events), spark=spark)
+    places = bucket_subjects(bucket.name, atomic=atomic or bool(events), spark=spark, events=events)
     if ttl is False:
         raise ValueError("TTLs cannot be turned off; leave `ttl` out to keep the setting")
     if ttl is not None:
         fields |= {"allow_msg_ttl": True} if ttl is True else marker_fields(ttl, "ttl")
-    return await _turn_on(bucket, fields, spark=spark)
+    return await _turn_on(bucket, fields, places)
 
 
 def _check_bucket_name(name: str) -> None:
@@ -196,12 +208,11 @@ def _check_bucket_name(name: str) -> None:
         )
 
 
-def _new_config(name: str, fields: Mapping[str, Any], *, spark: bool = False) -> StreamConfig:
-    """Return the configuration of a new bucket's stream: nats-py's, with these fields."""
-    stream = bucket_stream(name)
+def _new_config(name: str, fields: Mapping[str, Any], places: Sequence[str] = ()) -> StreamConfig:
+    """Return the configuration of a new bucket's stream: nats-py's, with these fields, and these subjects as well."""
     defaults: dict[str, Any] = {
-        "name": stream,
-        "subjects": [f"{bucket_prefix(name)}>", *([marker_subjects(stream)] if spark else [])],
+        "name": bucket_stream(name),
+        "subjects": [f"{bucket_prefix(name)}>", *places],
         "allow_rollup_hdrs": True,
         "allow_msg_ttl": True,
         "deny_delete": True,
@@ -236,12 +247,12 @@ async def _create(bucket: Bucket, api: Api, config: StreamConfig, fields: Mappin
 async def _turn_on(
     bucket: Bucket,
     fields: Mapping[str, Any],
+    places: Sequence[str],
     *,
-    spark: bool,
     wanted: Mapping[str, Any] | None = None,
     new: StreamConfig | None = None,
 ) -> KeyValue:
-    """Set fields of a bucket's stream, and with `spark` a place for the sink's markers; return the bucket as it is now.
+    """Set fields of a bucket's stream, and give it the subjects `places` as well; return the bucket as it is now.
 
     A bucket with other fields than those `wanted` is an error. If it does not exist, it is created with the configuration
     `new`, if there is one.
@@ -260,9 +271,8 @@ async def _turn_on(
             continue
         if wanted is not None:
             _check_same(bucket, wanted, state)
-        markers = marker_subjects(bucket.stream)
-        places = {"subjects": [*state.subjects, markers]} if spark and not state.stores(markers) else {}
-        asked = only({**fields, **places})
+        lacking = [] if state.origin else [subject for subject in places if not state.stores(subject)]
+        asked = only({**fields, **({"subjects": [*state.subjects, *lacking]} if lacking else {})})
         with malformed_as_error(bucket.what):
             missing = config_diff(asked, state.config)
         recorded = known_since(state) is not None or bool(state.origin)
@@ -277,11 +287,11 @@ async def _turn_on(
         try:
             answer = await api.ask(f"STREAM.UPDATE.{bucket.stream}", config)
         except NotPermittedError:
-            if missing:
+            if missing.keys() - {"subjects"} or lacking not in ([], [reads_subject(bucket.stream)]):
                 raise
             _log.warning(
-                "bucket %r: it is not recorded since when its limits hold, because the client may not update its stream; reads "
-                "of the past may raise HistoryUnavailableError",
+                "bucket %r: the client may not update its stream, so it is not recorded since when its limits hold, and reads of "
+                "the past may raise HistoryUnavailableError; or transactions that only read a key may fail when others are written",
                 bucket.name,
             )
             break

@@ -4,18 +4,24 @@ A transaction stores one message per key: the server stores a batch completely o
 what came before the last operation on a key, and it refuses the second of two rollups of a subject in a batch.
 
 The commit depends on every key that the transaction read. The message of a key expects the revision that was read. A
-key that is only read has no message; a message of another key that expects nothing itself can carry that expectation.
-If there are too few such messages, the first message expects that the whole bucket has not changed (the *fence*).
+key that is only read has no message, so another message carries its expectation: an event, the message of a key that
+expects nothing itself, or else a *carrier*, a message without payload on a subject of the bucket's stream that only
+transactions use (`options.reads_subject`). If the stream does not store that subject, the first message expects that the
+whole bucket has not changed (the *fence*).
 """
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from jetstream_ext.errors import KeyConflictError, MaxPayloadError
+from jetstream_ext.errors import BadSubjectError, KeyConflictError, MaxPayloadError
 from jetstream_ext.kv.entries import DELETE_HEADERS, PURGE_HEADERS, ROLLUP_HEADERS, KeyValueEntry, Operation, check_key
-from jetstream_ext.protocol.options import check_sequence, payload_bytes, ttl_value
+from jetstream_ext.protocol.headers import encode
+from jetstream_ext.protocol.options import check_sequence, message_headers, payload_bytes, ttl_value
+from jetstream_ext.protocol.subjects import check_subject
 from jetstream_ext.types import NEVER, TTL, BatchMessage
 
 
@@ -59,6 +65,12 @@ class Staging:
         self.reads: dict[str, KeyValueEntry | None] = {}
         """What was read, delete markers included; None: the key had no message."""
         self.writes: dict[str, Staged] = {}
+        self.events: list[BatchMessage] = []
+
+    @property
+    def is_one_message(self) -> bool:
+        """Whether one message commits everything, so that it needs no batch."""
+        return len(self.writes) == 1 and not self.events and not self.only_read
 
     def read(self, key: str, entry: KeyValueEntry | None) -> None:
         """Take what was read from the bucket; only the first read of a key counts."""
@@ -110,10 +122,23 @@ class Staging:
                 raise self._conflict(_moved(key, expected, last), (key,))
         self.writes[key] = Staged(operation, value, ttl, expected, creates)
 
-    @property
-    def is_one_message(self) -> bool:
-        """Whether one message commits everything, so that it needs no batch."""
-        return len(self.writes) == 1 and not self.only_read
+    def publish(self, subject: str, payload: bytes, headers: Mapping[str, str] | None) -> str:
+        """Stage an event; see `Transaction.publish`."""
+        check_subject(subject)
+        if subject.startswith(("$", "_")):
+            raise BadSubjectError(
+                f"bucket {self._bucket!r}: the subject of an event cannot begin with '$' or '_': {subject!r}"
+            )
+        whole = f"{subject}.{time.time_ns():016x}{secrets.token_hex(5)}"
+        event = BatchMessage(whole, payload_bytes(payload, "the payload on subject", subject), headers=headers)
+        size = len(encode(message_headers(event))) + len(event.payload)
+        if size > self._max_payload:
+            raise MaxPayloadError(
+                f"bucket {self._bucket!r}: the event on {subject!r} has {size} bytes with its headers, more than the server's "
+                f"max_payload of {self._max_payload}"
+            )
+        self.events.append(event)
+        return whole
 
     @property
     def oldest_read(self) -> KeyValueEntry | None:
@@ -130,9 +155,10 @@ class Staging:
         return [key for key in self.reads if key not in self.writes]
 
     @property
-    def needs_fence(self) -> bool:
-        """Whether there are more such keys than messages that could carry their expectations."""
-        return len(self.only_read) > sum(staged.expected is None for staged in self.writes.values())
+    def needs_carriers(self) -> bool:
+        """Whether there are more such keys than other messages that could carry their expectations."""
+        free = sum(staged.expected is None for staged in self.writes.values()) + len(self.events)
+        return len(self.only_read) > free
 
     @property
     def expectations(self) -> dict[str, int]:
@@ -140,25 +166,37 @@ class Staging:
         own = {key: staged.expected for key, staged in self.writes.items() if staged.expected is not None}
         return own | {key: _revision_of(self.reads[key]) for key in self.only_read}
 
-    def messages(self, *, fence: int | None = None) -> list[BatchMessage]:
-        """Return the messages, one per key, in the order of the keys' first writes.
+    def messages(self, *, fence: int | None = None, carrier: str = "") -> list[BatchMessage]:
+        """Return the messages: events, carriers, and one per key in the order of the keys' first writes.
 
-        `fence` is the bucket's revision at which all reads were valid, if `needs_fence`.
+        If it `needs_carriers`, they have the subject `carrier`; or `fence` is the bucket's revision at which all reads were
+        valid.
         """
-        only_read = [] if self.needs_fence else self.only_read
-        assert (fence is not None) == self.needs_fence
+        only_read = [] if fence is not None else self.only_read
+
+        def carried() -> tuple[int | None, str | None]:
+            """Return an expectation that a message is to carry."""
+            if not only_read:
+                return None, None
+            key = only_read.pop()
+            return _revision_of(self.reads[key]), self._prefix + key
+
         messages: list[BatchMessage] = []
+        for event in self.events:
+            expected, of = carried()
+            messages.append(replace(event, expected_last_subject_seq=expected, expected_last_subject=of))
         for key, staged in self.writes.items():
-            expected, of = None, None
-            if staged.expected is None and only_read:
-                other = only_read.pop()
-                expected, of = _revision_of(self.reads[other]), self._prefix + other
+            expected, of = carried() if staged.expected is None else (None, None)
             messages.append(staged.message(self._prefix + key, expected, of))
-        if messages:
-            messages[0] = replace(messages[0], expected_last_seq=fence)
+        keys = len(self.events)
+        while only_read:
+            expected, of = carried()
+            message = BatchMessage(carrier, expected_last_subject_seq=expected, expected_last_subject=of)
+            messages.insert(keys, message)
+        messages[0] = replace(messages[0], expected_last_seq=fence)
         return messages
 
-    def refused(self, now: Mapping[str, KeyValueEntry | None]) -> KeyConflictError | None:
+    def refused(self, now: Mapping[str, KeyValueEntry | None], *, fenced: bool) -> KeyConflictError | None:
         """Return the conflict, after the server refused an expectation; `now` has the keys with expectations.
 
         None: the only conflicts were delete markers of keys to be created. They are expected from now on.
@@ -181,9 +219,9 @@ class Staging:
             return self._changed(wrong, stale_read=not self.reads.keys().isdisjoint(wrong))
         if found_markers:
             return None
-        why = "another client wrote to the bucket"
-        if not self.needs_fence:
-            why = "the server reported a conflict, but every key is at its expected revision now"
+        why = "the server reported a conflict, but every key is at its expected revision now"
+        if fenced:
+            why = "another client wrote to the bucket"
         return self._conflict(f"{why}; run the transaction again", (), stale_read=True)
 
     def moved(self, now: Mapping[str, KeyValueEntry | None]) -> KeyConflictError | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -10,16 +10,20 @@ from inspect import isawaitable
 from types import TracebackType
 from typing import Any, Final, Generic, Literal, NamedTuple, Self, TypeVar
 
+from nats.js.api import DEFAULT_PREFIX
 from nats.js.kv import KeyValue
 from nats.nuid import NUID
 
 from jetstream_ext.client import telemetry
+from jetstream_ext.client.api import forget_stream, lookup_stream
 from jetstream_ext.client.atomic import BatchState
 from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.outcome import may_be_known_later
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
+    AtomicPublishIncompleteError,
     AtomicPublishTooLargeError,
+    BadSubjectError,
     BatchAbandonedError,
     BatchClosedError,
     BatchOutcomeUnknownError,
@@ -40,7 +44,7 @@ from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic import State
-from jetstream_ext.protocol.options import check_function, check_seconds, check_sequence
+from jetstream_ext.protocol.options import check_function, check_seconds, check_sequence, reads_subject
 from jetstream_ext.text import counted, get_logger, log_state
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
@@ -49,6 +53,7 @@ _Result = TypeVar("_Result")
 _log: Final = get_logger("kv")
 
 _OUTCOMES: Final[dict[BatchState, Outcome]] = {"committed": "stored", "unknown": "unknown"}
+_CARRIERS_REFUSED: Final = AtomicPublishTooLargeError, AtomicPublishIncompleteError
 # How often a commit is sent again because a key to be created turned out to have a delete marker.
 _MAX_COMMIT_RETRIES: Final = 3
 # Seconds. Conflicts are short, so the first pauses between two runs of a transaction are, too.
@@ -190,6 +195,30 @@ class Transaction:
         self._check_open()
         self._staging.write("PURGE", key, ttl=ttl, last=last)
 
+    def publish(self, subject: str, payload: bytes = b"", *, headers: Mapping[str, str] | None = None) -> str:
+        """Store an event together with the keys: all of them, or nothing.
+
+        The event is a message of the bucket's stream, and no key. Read it as those of any other stream; see "Outbox" in the
+        documentation.
+
+        Args:
+            subject: Its subject without the last token: the library appends a unique one that orders events by time, because
+                the bucket's history keeps only so many messages of a subject.
+            payload: Its payload.
+            headers: Its headers.
+
+        Returns:
+            The whole subject.
+
+        Raises:
+            BatchClosedError: The transaction has ended.
+            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: Invalid argument; nothing changed.
+
+        Requires: `events` of `ensure_bucket` or `enable` with a filter that matches.
+        """
+        self._check_open()
+        return self._staging.publish(subject, payload, headers)
+
     async def get(self, key: str) -> KeyValueEntry | None:
         """Return the entry of a key, or None if it does not exist, and make the commit conditional on it.
 
@@ -277,11 +306,11 @@ class Transaction:
     async def _commit_and_settle(self) -> dict[str, int]:
         self._check_open()
         self._state = "failed"
-        writes, reads = self._staging.writes, self._staging.reads
+        writes, reads, events = self._staging.writes, self._staging.reads, self._staging.events
         log_state(_log, self._source, "commit begun", writes=len(writes), reads=len(reads))
         try:
             with self._remembering_errors():
-                if writes:
+                if writes or events:
                     await self._commit()
                 elif reads:
                     state = await self._certain_state()  # raises for a mirror, where keys have another prefix
@@ -306,13 +335,15 @@ class Transaction:
 
     async def _commit(self) -> None:
         staging, bucket = self._staging, self._bucket
+        await self._check_events()
+        carrier = await self._carrier() if staging.needs_carriers else ""
         for retries in range(_MAX_COMMIT_RETRIES + 1):
             await self._check_bucket()
             fence: int | None = None
-            if staging.needs_fence:
+            if staging.needs_carriers and not carrier:
                 fence = (await bucket.state(direct=False)).last_seq
                 await self._check_reads()  # raises unless everything was as it was read at the fence
-            messages = staging.messages(fence=fence)
+            messages = staging.messages(fence=fence, carrier=carrier)
             write: _Batch | KeyPublish
             if staging.is_one_message:
                 write = KeyPublish(bucket, replace(messages[0], msg_id=NUID().next().decode()))
@@ -325,15 +356,48 @@ class Transaction:
                 return
             except WrongLastSequenceError as refusal:
                 now = await bucket.look_up(staging.expectations)
-                conflict = staging.refused(now)
+                conflict = staging.refused(now, fenced=fence is not None)
                 log_state(_log, self._source, "conflict", batch=self._batch_id, error=conflict or refusal)
                 if conflict is not None or retries == _MAX_COMMIT_RETRIES:
                     raise conflict or refusal from refusal
             except BatchServerError as refusal:
-                raise self._explain(refusal) from refusal.__cause__
+                if not (carrier and isinstance(refusal, _CARRIERS_REFUSED)):
+                    raise self._explain(refusal) from refusal.__cause__
+                carrier = ""  # they are too many, or the client may not publish them: the fence needs none
             except MaxPayloadError as error:
                 text = bucket.too_large(error.subject, error.size, "server", error.limit, "max_payload")
                 raise MaxPayloadError(text, subject=error.subject, size=error.size, limit=error.limit) from error
+
+    async def _check_events(self) -> None:
+        """Raise BadSubjectError if the bucket's stream does not store an event, or may not be the one that stores it."""
+        staging, bucket = self._staging, self._bucket
+        if staging.events and not staging.writes and bucket.context.prefix != DEFAULT_PREFIX:
+            raise BadSubjectError(
+                f"bucket {bucket.name!r}: nothing was written; through an API of its own ({bucket.context.prefix}), only the "
+                "message of a key is sure to reach the bucket, so a transaction with events has to write a key"
+            )
+        for event in staging.events:
+            if not await self._stores(event.subject):
+                raise BadSubjectError(
+                    f"bucket {bucket.name!r}: nothing was written, because its stream does not store events on {event.subject!r}; "
+                    "add their subjects with ensure_bucket(events=[...]) or enable(kv, events=[...])"
+                )
+
+    async def _carrier(self) -> str:
+        """Return the subject of messages that only carry expectations; "" if the bucket has none."""
+        subject = reads_subject(self._bucket.stream)
+        own = self._bucket.context.prefix == DEFAULT_PREFIX  # servers send only keys through the API of a domain
+        return subject if own and await self._stores(subject) else ""
+
+    async def _stores(self, subject: str) -> bool:
+        """Return whether the bucket's stream stores a subject, as far as the client can find out."""
+        bucket = self._bucket
+        for _ in range(2):  # the first answer may be from a cache
+            known = await lookup_stream(bucket.context, "", bucket.stream, bucket.timeout)
+            if known is None or known[0].stores(subject):
+                break
+            forget_stream(bucket.context, bucket.stream)
+        return known is not None and known[0].stores(subject)
 
     @property
     def _batch_id(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.feature_table import ATOMIC, DIRECT_GET, FAST_INGEST, MSG_TTL, Feature
-from jetstream_ext.protocol.subjects import check_filter, check_name
+from jetstream_ext.protocol.subjects import bucket_stream, check_filter, check_name
 from jetstream_ext.text import counted, did_you_mean
 from jetstream_ext.types import NEVER, TTL, BatchMessage
 
@@ -352,6 +352,27 @@ def marker_fields(ttl: TTL, name: str) -> dict[str, Any]:
         "deny_purge": False,
         "subject_delete_marker_ttl": int(ttl_value(ttl)),
     }
+
+
+def bucket_subjects(bucket: str, *, atomic: bool, spark: bool, events: Sequence[str]) -> list[str]:
+    """Return the subjects that a bucket's stream needs besides its keys; raise ValueError or TypeError for bad `events`."""
+    stream = bucket_stream(bucket)
+    what = f"bucket {bucket!r}: events"
+    check_list(events, what, "subject filters")
+    for subject in events:
+        check_filter(subject)
+        first = subject.partition(".")[0]
+        if not subject.endswith(".>") or first == "*" or first.startswith(("$", "_")):
+            raise ValueError(
+                f"{what}: {subject!r} must end in '.>', and begin with a token that has no wildcard and no '$' or '_' at its start"
+            )
+    own = [reads_subject(stream)] if atomic else []
+    return [*own, *([marker_subjects(stream)] if spark else []), *dict.fromkeys(events)]
+
+
+def reads_subject(stream: str) -> str:
+    """Return where transactions store messages that carry the expectations of keys that they only read."""
+    return f"_reads.{stream}"
 
 
 def marker_subjects(stream: str) -> str:

@@ -24,7 +24,7 @@ async def test_enable_turns_on_direct_and_atomic_and_changes_nothing_else(make_b
     bound = await kvx.enable(kv)
     after = await config_of(kv)
     changed = {name for name in after if after[name] != before[name]}
-    assert changed == {"allow_direct", "allow_atomic", "metadata"}
+    assert changed == {"allow_direct", "allow_atomic", "subjects", "metadata"}
     await bound.put("a", b"1")
     assert bound._direct
     assert (await kvx.get_many(bound, ["a"]))["a"].value == b"1"

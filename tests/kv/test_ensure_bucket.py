@@ -45,7 +45,8 @@ async def test_a_new_bucket_is_nats_pys_with_direct_gets_and_atomic_batches(
     ours, theirs = await config_of(js, name), await config_of(js, other)
     differ = {field for field in vars(ours) if getattr(ours, field) != getattr(theirs, field)}
     assert differ == {"name", "subjects", "allow_direct", "allow_atomic", "metadata"}
-    assert (ours.subjects, ours.allow_direct, ours.allow_atomic) == ([f"$KV.{name}.>"], True, True)
+    assert (ours.allow_direct, ours.allow_atomic) == (True, True)
+    assert ours.subjects == [f"$KV.{name}.>", f"_reads.KV_{name}"]
     await kv.put("a", b"1")
     assert (await kvx.get_many(kv, ["a"]))["a"].value == b"1"
     async with kvx.transaction(kv) as tx:
@@ -75,7 +76,7 @@ async def test_the_same_call_again_changes_nothing_and_asks_once(
     kv = await kvx.ensure_bucket(js, name, **OPTIONS, spark=True)
     assert nc.stats["out_msgs"] == sent + 1
     assert vars(await config_of(js, name)) == before
-    assert before["subjects"] == [f"$KV.{name}.>", f"_spark.KV_{name}.>"]
+    assert before["subjects"] == [f"$KV.{name}.>", f"_reads.KV_{name}", f"_spark.KV_{name}.>"]
     await kv.put("a", b"1")
     assert kv._direct
 
@@ -88,7 +89,7 @@ async def test_what_a_bucket_lacks_is_turned_on_and_nothing_else_changes(
     bound = await kvx.ensure_bucket(js, kv._name, history=7, limit_marker_ttl=60)
     after = vars(await config_of(js, kv._name))
     changed = {name for name in after if after[name] != before[name]}
-    assert changed == {"allow_direct", "allow_atomic", "subject_delete_marker_ttl", "metadata"}
+    assert changed == {"allow_direct", "allow_atomic", "subjects", "subject_delete_marker_ttl", "metadata"}
     assert bound._direct
     await kvx.ensure_bucket(js, kv._name, direct=False, atomic=False)
     assert vars(await config_of(js, kv._name)) == after
@@ -178,7 +179,7 @@ async def test_many_processes_at_once_get_the_same_bucket(
             assert len(await kvx.snapshot(buckets[0])) == count
             config = await config_of(js, name)
             assert (config.allow_direct, config.allow_atomic, config.max_msgs_per_subject) == (True, True, 3)
-            assert config.subjects == [f"$KV.{name}.>", f"_spark.KV_{name}.>"]
+            assert config.subjects == [f"$KV.{name}.>", f"_reads.KV_{name}", f"_spark.KV_{name}.>"]
     finally:
         for each in clients:
             await each.close()

@@ -193,6 +193,8 @@ class TestReads:
     ) -> None:
         """Only where the whole bucket must be unchanged, because more keys were read than messages can name."""
         kv = await make_bucket()
+        config = (await kv._js.stream_info(kv._stream)).config
+        await kv._js.update_stream(config.evolve(subjects=config.subjects[:1]))
         fill = AtomicSession.fill
 
         async def write_and_fill(session: Any, messages: Any, call: Any) -> Any:

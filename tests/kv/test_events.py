@@ -1,0 +1,215 @@
+"""Events that are stored in the same commit as keys, and keys that a transaction only reads."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+import nats
+import pytest
+from clients import quiet
+from nats.js import JetStreamContext
+from nats.js.kv import KeyValue
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext import StoredMsg, errors, log
+from jetstream_ext.testing import NatsServer
+
+
+@pytest.fixture
+def topic(stream_name: Callable[[], str]) -> str:
+    """What the subjects of a test's events begin with; streams of one server cannot share them."""
+    return stream_name()
+
+
+@pytest.fixture
+async def kv(js: JetStreamContext, stream_name: Callable[[], str], topic: str) -> KeyValue:
+    return await kvx.ensure_bucket(js, stream_name(), events=[f"{topic}.>"], history=3)
+
+
+async def events_of(kv: KeyValue, topic: str) -> list[StoredMsg]:
+    return [message async for message in jsx.DirectGet(kv._js, kv._stream).scan(subject=f"{topic}.>")]
+
+
+class TestEvents:
+    async def test_keys_and_events_are_stored_together(self, kv: KeyValue, topic: str) -> None:
+        async with kvx.transaction(kv) as tx:
+            tx.put("a", b"1")
+            first = tx.publish(f"{topic}.created", b"event 1", headers={"Kind": "x"})
+            second = tx.publish(f"{topic}.created")
+            tx.put("b", b"2")
+        stored = await events_of(kv, topic)
+        assert [(it.subject, it.data) for it in stored] == [(first, b"event 1"), (second, b"")]
+        assert stored[0].headers["Kind"] == "x"
+        assert first < second
+        assert all(re.fullmatch(rf"{topic}\.created\.[0-9a-f]{{26}}", it) for it in (first, second))
+        assert tx.revisions == {key: (await kv.get(key)).revision for key in ("a", "b")}
+
+    async def test_nothing_is_stored_if_a_key_has_changed(self, kv: KeyValue, topic: str) -> None:
+        await kv.put("a", b"1")
+        tx = kvx.transaction(kv)
+        await tx.get("a")
+        tx.put("a", b"2")
+        tx.publish(f"{topic}.x")
+        await kv.put("a", b"other")
+        with pytest.raises(errors.KeyConflictError):
+            await tx.commit()
+        assert await events_of(kv, topic) == []
+
+    async def test_an_event_depends_on_what_was_read(self, kv: KeyValue, topic: str) -> None:
+        """Also without a key that is written, and with more keys than events."""
+        for key in "abc":
+            await kv.put(key, b"1")
+        for reads in ("a", "abc"):
+            tx = kvx.transaction(kv)
+            await tx.get_many(list(reads))
+            tx.publish(f"{topic}.x", reads.encode())
+            assert await tx.commit() == {}
+            late = kvx.transaction(kv)
+            await late.get_many(list(reads))
+            late.publish(f"{topic}.x", b"late")
+            await kv.put(reads[-1], b"2")
+            with pytest.raises(errors.KeyConflictError) as caught:
+                await late.commit()
+            assert caught.value.keys == (reads[-1],)
+        assert [it.data for it in await events_of(kv, topic)] == [b"a", b"abc"]
+
+    async def test_events_are_no_keys(self, kv: KeyValue, topic: str) -> None:
+        await kv.put("a", b"0")
+        async with kvx.Table(kv) as table, kvx.Table(kv, ["a"]) as some:
+            for n in range(5):
+                async with kvx.transaction(kv) as tx:
+                    await tx.get_many(["a", "b", "c"])
+                    tx.put("a", b"%d" % n)
+                    tx.publish(f"{topic}.x", b"%d" % n)
+            revision = tx.revisions["a"]
+            for each in (table, some):
+                await each.wait_for(revision)
+                assert {key: entry.value for key, entry in each.items()} == {"a": b"4"}
+            await kv.delete("a")
+            await kv.put("z", b"1")
+            await table.wait_for((await kv.get("z")).revision)
+            assert list(table) == ["z"]
+        assert await kv.keys() == ["z"]
+        assert [it.operation for it in await kv.history("a")] == [None, None, "DEL"]
+        now, then = await kvx.snapshot(kv), await kvx.snapshot(kv, at=revision)
+        assert (list(now), then["a"].value, list(then)) == (["z"], b"4", ["a"])
+        assert list(await kvx.get_many(kv, ["a", "z"])) == ["z"]
+        assert len(await events_of(kv, topic)) == 5  # more than the bucket's history
+
+    async def test_a_subject_that_the_bucket_does_not_store_is_an_error(self, kv: KeyValue, topic: str) -> None:
+        tx = kvx.transaction(kv)
+        tx.put("a", b"1")
+        tx.publish(f"{topic}other.x")
+        with pytest.raises(errors.BadSubjectError, match=r"enable\(kv, events=\[\.\.\.\]\)"):
+            await tx.commit()
+        assert tx.state == "failed"
+        again = await kvx.enable(kv, events=[f"{topic}other.>"])
+        async with kvx.transaction(again) as tx:
+            tx.put("a", b"1")
+            tx.publish(f"{topic}other.x")
+        assert len(await events_of(kv, f"{topic}other")) == 1
+
+    async def test_what_cannot_be_an_event_is_refused_at_once(
+        self, js: JetStreamContext, kv: KeyValue, stream_name: Callable[[], str]
+    ) -> None:
+        tx = kvx.transaction(kv)
+        for subject in ("", "a b", "a.*", "a.>", "a..b", f"$KV.{kv._name}.a", "$JS.API.x", f"_spark.{kv._stream}.x"):
+            with pytest.raises((errors.BadSubjectError, ValueError)):
+                tx.publish(subject)
+        with pytest.raises(TypeError):
+            tx.publish("a.b", "text")  # type: ignore[arg-type]
+        with pytest.raises(errors.BadHeaderError):
+            tx.publish("a.b", headers={"a": "b\r\nc: d"})
+        for bad in ("orders", "orders.*", "$KV.x.>", "_INBOX.>", "*.x.>", ">", "a b.>"):
+            with pytest.raises((errors.BadSubjectError, ValueError)):
+                await kvx.ensure_bucket(js, stream_name(), events=[bad])
+            with pytest.raises((errors.BadSubjectError, ValueError)):
+                await kvx.enable(kv, events=[bad])
+        with pytest.raises(TypeError, match="list"):
+            await kvx.enable(kv, events="orders.>")
+
+    async def test_the_same_call_again_changes_nothing(self, js: JetStreamContext, kv: KeyValue, topic: str) -> None:
+        before = (await js.stream_info(kv._stream)).config
+        assert before.subjects == [f"$KV.{kv._name}.>", f"_reads.{kv._stream}", f"{topic}.>"]
+        await kvx.ensure_bucket(js, kv._name, events=[f"{topic}.>"])
+        await kvx.enable(kv, events=[f"{topic}.created.>"])  # the other filter has it
+        await kvx.ensure_bucket(js, kv._name)
+        assert (await js.stream_info(kv._stream)).config == before
+
+    async def test_a_worker_follows_the_events(self, js: JetStreamContext, kv: KeyValue, topic: str) -> None:
+        async def spend(tx: kvx.Transaction) -> int:
+            found = await tx.get("count")
+            count = int(found.value) + 1 if found else 1
+            tx.put("count", b"%d" % count)
+            tx.publish(f"{topic}.counted", b"%d" % count)
+            return count
+
+        for n in range(1, 8):
+            done = await kvx.retry_transaction(kv, spend)
+            assert done == (n, (await kv.get("count")).revision)
+        reader = log.LogReader(js, kv._stream, subject=f"{topic}.>")
+        assert [it.data for it in await reader.read()] == [b"%d" % n for n in range(1, 8)]
+
+    async def test_a_lost_answer_is_resolved_with_the_event(
+        self, kv: KeyValue, topic: str, js: JetStreamContext, nc: Any
+    ) -> None:
+        tx = kvx.transaction(kv)
+        tx.publish(f"{topic}.x", b"1")
+        tx.put("a", b"1")
+        loop = asyncio.get_running_loop()
+        running = loop.create_task(tx.commit())
+        while not running.done() and tx.state != "unknown":
+            running.cancel()
+            await asyncio.wait([running])
+        stored = "stored" if len(await events_of(kv, topic)) else "not_stored"
+        if tx.state == "unknown":
+            assert await tx.resolve() == stored
+        assert ((await kvx.get_many(kv, ["a"])) != {}) == (stored == "stored")
+
+
+class TestReadKeys:
+    async def test_only_the_keys_that_were_read_can_conflict(self, kv: KeyValue) -> None:
+        """Writes to other keys cannot, in whatever number; see "Transactions" in the documentation."""
+        for key in ("a", "b"):
+            await kv.put(key, b"1")
+        for number in range(20):
+            tx = kvx.transaction(kv)
+            assert list(await tx.get_many(["a", "b", "missing"])) == ["a", "b"]
+            await kv.put("other", b"%d" % number)
+            tx.put("sum", b"2")
+            await kv.put("other", b"%d" % number)
+            await tx.commit()
+            assert tx.revisions == {"sum": (await kv.get("sum")).revision}
+        for key in ("a", "missing"):
+            tx = kvx.transaction(kv)
+            await tx.get_many(["a", "b", "missing"])
+            tx.put("sum", b"3")
+            await kv.put(key, b"2")
+            with pytest.raises(errors.KeyConflictError) as caught:
+                await tx.commit()
+            assert (caught.value.keys, caught.value.stale_read) == ((key,), True)
+
+    async def test_a_client_that_may_only_publish_keys_depends_on_the_whole_bucket(self) -> None:
+        users = """authorization { users: [
+            {user: admin, password: p},
+            {user: app, password: p, permissions: {
+                publish: ["$KV.B.>", "$JS.API.>"], subscribe: ["_INBOX.>"]}}] }"""
+        async with NatsServer(config=users) as server:
+            admin = await nats.connect(server.url, user="admin", password="p")
+            kv = await kvx.ensure_bucket(admin.jetstream(), "B")
+            app = await nats.connect(server.url, user="app", password="p", error_cb=quiet)
+            own = await app.jetstream().key_value("B")
+            async with kvx.transaction(own) as tx:
+                await tx.get_many(["a", "b"])
+                tx.put("c", b"1")
+            assert (await kv.get("c")).value == b"1"
+            await app.close()
+            await admin.close()
+
+    async def test_more_keys_than_a_batch_has_room_for(self, kv: KeyValue) -> None:
+        async with kvx.transaction(kv) as tx:
+            await tx.get_many([f"k{n}" for n in range(1200)])
+            tx.put("c", b"1")
+        assert tx.revisions == {"c": (await kv.get("c")).revision}
