@@ -51,13 +51,16 @@ class AtomicSession:
 
     _inbox: InboxSubscription | None = None
 
-    def __init__(self, context: Context, timeout: float | None = None, *, in_one_go: bool = False) -> None:
+    def __init__(
+        self, context: Context, timeout: float | None = None, *, in_one_go: bool = False, quiet: bool = False
+    ) -> None:
         self._connection = connection_of(context.nc)
         self.machine: AtomicBatchMachine = AtomicBatchMachine(
             NUID().next().decode(),
             inbox_size=self._connection.inbox_size,
             prefix=context.prefix,
             in_one_go=in_one_go,
+            quiet=quiet,
         )
         self._context = context
         self._timeout = context.resolve_timeout(timeout)

@@ -95,7 +95,8 @@ class AtomicBatchMachine:
 
     The calls from `prepare` to `commit` raise the BatchError that ended the batch. A call that raises changes nothing.
     With `in_one_go` the whole batch is sent without returning to the caller: its newest message is held back to commit
-    it, and a disconnection in between ends it.
+    it, and a disconnection in between ends it. If it is `quiet`, only the commit asks for a reply, because streams of other
+    domains may store the subjects of other messages, and would answer them.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class AtomicBatchMachine:
         inbox_size: int = 0,
         prefix: str = "",
         in_one_go: bool = False,
+        quiet: bool = False,
     ) -> None:
         self.batch_id: str = batch_id
         self.state: State = NEW
@@ -115,6 +117,7 @@ class AtomicBatchMachine:
         self.server: Server = Server(0, "")
         self._wire = AtomicWire(batch_id, max_payload, inbox_size, prefix)
         self._in_one_go = in_one_go
+        self._quiet = quiet
         self._subjects: list[str] = []  # of the messages, in their order
         self._written: set[str] = set()
         self._held: Encoded | None = None
@@ -269,7 +272,7 @@ class AtomicBatchMachine:
         if last is not None:
             self._count([last[0]])
         self._held = None
-        commands = [wire.command(message, reply=wire.sent == 0) for message in outgoing[:-1]]
+        commands = [wire.command(message, reply=self._asks(wire.sent + 1)) for message in outgoing[:-1]]
         commands.append(wire.command(outgoing[-1], commit=True) if outgoing else wire.marker())
         self._apply(Input.COMMIT_SENT)
         size = sum(len(message[3]) for message in outgoing)
@@ -407,7 +410,7 @@ class AtomicBatchMachine:
 
     def _asks(self, seq: int) -> bool:
         """Return whether the message with this sequence asks for a reply."""
-        return seq == 1 or not seq % _ASK_EVERY or self._doubt_from > 0
+        return not self._quiet and (seq == 1 or not seq % _ASK_EVERY or self._doubt_from > 0)
 
     def _check_place(self, message: Encoded) -> None:
         """Refuse expectations that servers refuse at commit, where they cost the whole batch."""

@@ -13,6 +13,7 @@ from nats.js.errors import ServiceUnavailableError
 import jetstream_ext as jsx
 from jetstream_ext import kv as kvx
 from jetstream_ext import log
+from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.testing import NatsServer
 
 
@@ -46,6 +47,26 @@ async def several_keys(js: JetStreamContext) -> None:
     for _ in range(2):
         await kvx.retry_transaction(kv, change)
     assert (await kvx.snapshot(kv))["a"].value == b"1"
+
+
+async def events(js: JetStreamContext) -> None:
+    """More than a stream of the leaf, which takes the events as well, has places for batches without a commit."""
+    kv, before = await js.key_value("B"), await events_of(js)
+    for number in range(60):
+        async with kvx.transaction(kv) as tx:
+            await tx.get_many(["a", "b", "c"])
+            tx.publish("orders.made", b"%d" % number)
+            tx.put("e", b"%d" % number)
+        assert tx.revisions == {"e": tx_revision(await kvx.get_many(kv, ["e"]))}
+    assert await events_of(js) == before + 60
+    tx = kvx.transaction(kv)
+    tx.publish("orders.made")
+    with pytest.raises(BadSubjectError, match="has to write a key"):
+        await tx.commit()
+
+
+async def events_of(js: JetStreamContext) -> int:
+    return len([each async for each in jsx.DirectGet(js, "KV_B").scan(subject="orders.>")])
 
 
 async def touch(js: JetStreamContext) -> None:
@@ -88,6 +109,7 @@ async def standby(js: JetStreamContext) -> None:
 WRITES: list[Callable[[JetStreamContext], Awaitable[None]]] = [
     one_key,
     several_keys,
+    events,
     touch,
     batches,
     offsets,
@@ -113,9 +135,11 @@ async def test_every_write_goes_to_the_bucket_of_the_domain(leaf: NatsServer, tw
             for info in await js.streams_info():
                 await js.delete_stream(str(info.config.name))
         for js in (hub, near) if twin else (hub,):
-            await kvx.ensure_bucket(js, "B")
+            await kvx.ensure_bucket(js, "B", events=["orders.>"])
             await kvx.ensure_bucket(js, "P")
             await jsx.ensure_stream(js, name="KV_B", allow_batched=True)
+        if not twin:
+            await jsx.ensure_stream(near, name="ORDERS", subjects=["orders.>"])
         await jsx.ensure_stream(hub, name="S", subjects=["s.>"], allow_direct=True)
         await jsx.ensure_stream(hub, name="T", subjects=["t.>"], allow_direct=True, allow_atomic=True)
         async with asyncio.timeout(30):
