@@ -161,8 +161,8 @@ class AtomicSession:
                 self.discard()  # a refused commit must leave nothing open after the block
         self._settle()
 
-    async def resolve(self, timeout: float | None) -> BatchAck | None:
-        """Return the ack of the batch if it is stored, or None."""
+    async def resolve(self, timeout: float | None, *, seen: int = 0, of_bucket: bool = False) -> BatchAck | None:
+        """Return the ack of the batch if it is stored, or None; the stream had a sequence `seen` before."""
         machine = self.machine
         timeout = _RESOLVE_TIMEOUTS * self._timeout if timeout is None else check_seconds(timeout, "timeout")
         if not machine.check_unresolved():
@@ -171,7 +171,9 @@ class AtomicSession:
         write: Batch | None = None
         if server.stream is not None:
             last, staged = machine.last_subject, machine.staged > 0
-            write = Batch(last, size, server.stream, server.last_seq, batch_id, staged, self._session)
+            after = max(server.last_seq, seen)
+            oldest_first = of_bucket and bool(server.stream.config.get("deny_delete"))
+            write = Batch(last, size, server.stream, after, batch_id, staged, self._session, oldest_first=oldest_first)
         ack = await resolve(self._context, write, timeout, batch_id=batch_id, size=size, acked=machine.staged)
         machine.resolved(ack)
         return machine.ack

@@ -56,7 +56,9 @@ class KeyPublish:
             await bucket.check_ttl()
         if self.batch_id and (known := await lookup_stream(bucket.context, "", bucket.stream, bucket.timeout / 2)):
             state, last_seq = known
-            self._write = Messages(message.subject, 1, state, last_seq, (self.batch_id,), unique=True, known="")
+            after = max(last_seq, message.expected_last_subject_seq or 0)
+            ids, last = (self.batch_id,), bool(state.config.get("deny_delete"))
+            self._write = Messages(message.subject, 1, state, after, ids, unique=True, known="", oldest_first=last)
         await bucket.context.connection.wait_usable(max(0.0, deadline - clock()))
         self.unknown, self._session = True, bucket.context.connection.session
         try:

@@ -81,6 +81,8 @@ class _Batch:
         elsewhere = bucket.context.prefix != DEFAULT_PREFIX
         self._session = AtomicSession(bucket.context, bucket.timeout, in_one_go=True, quiet=elsewhere)
         self._messages = messages
+        # A key that expires leaves no older value: it replaces the key's history.
+        self._seen = max(message.expected_last_subject_seq or 0 for message in messages)
         self.batch_id: str = self._session.machine.batch_id
 
     @property
@@ -99,7 +101,7 @@ class _Batch:
             session.discard()
 
     async def resolve(self, timeout: float | None) -> BatchAck | None:
-        return await self._session.resolve(timeout)
+        return await self._session.resolve(timeout, seen=self._seen, of_bucket=True)
 
 
 class Transaction:

@@ -74,6 +74,8 @@ class Write:
     size: int
     before: StreamState  # the stream
     after: int  # a sequence that the stream had
+    # Of each subject the stream removes the older messages first, so an older one shows that no later one was removed.
+    oldest_first: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +195,16 @@ def find(write: Batch | Messages) -> Search:
     state, session = yield from _settle(write, state)
     if state.leader != leader:
         raise Unknown("the stream's leader changed during the search", later=True)
-    if isinstance(write, Batch):
+    newest = (yield AskMessage(state.name, {"last_by_subj": write.subject})) if write.oldest_first else None
+    if newest is not None and newest.seq <= write.after:
+        verdict = Verdict(0)
+    elif isinstance(write, Batch):
         verdict = yield from _find_batch(write, state)
-        if not verdict.stored and not write.staged and write.session != session:
-            # If the server had acknowledged a message, the fence has ended the batch, on whichever connection.
-            raise Unknown("the client has reconnected, and the commit may still arrive over the old connection")
     else:
         verdict = yield from _find_messages(write, state)
+    if isinstance(write, Batch) and not verdict.stored and not write.staged and write.session != session:
+        # If the server had acknowledged a message, the fence has ended the batch, on whichever connection.
+        raise Unknown("the client has reconnected, and the commit may still arrive over the old connection")
     state = yield from _same_stream(state)
     if state.leader != leader or not state.leader_is_certain:  # a former leader may have answered the reads
         raise Unknown("the stream's leader changed, or has lost its majority", later=True)

@@ -135,6 +135,18 @@ def test_a_stream_without_holes_proves_that_nothing_is_stored(direct: bool) -> N
     assert World(without(8, 9, 10), state=state).follow(find(batch(before=state))).doubt
 
 
+def test_an_older_message_of_the_subject_proves_it_where_a_stream_removes_the_oldest_first() -> None:
+    """A bucket that keeps one value of each key has holes wherever others write."""
+    world = World(without(8, 9, 10), last=stored(7))
+    for write in (batch(), messages("id")):
+        assert world.follow(find(write)).doubt
+        verdict = world.follow(find(replace(write, oldest_first=True)))
+        assert (verdict.stored, verdict.doubt) == (0, "")
+    world.last = stored(9, batch="other")  # it may have replaced one of the batch
+    for write in (batch(oldest_first=True), messages("id", oldest_first=True)):
+        assert world.follow(find(write)).doubt
+
+
 def test_the_read_waits_until_the_leader_has_applied_everything() -> None:
     def moved(look: int, world: World) -> None:
         world.state = replace(STATE, last_seq=min(10, 6 + look))
