@@ -42,6 +42,7 @@ SAYS = {
     "13_pandas": ["10,000 visits stored", "visits.page0: 1,429", "visits.page1: 1,429"],
     "14_feature_flags": ["the old basket\nchanged: shop.new-basket\nthe flag is on\nthe new basket\n"],
     "15_group": ["500 bills: killed a member", "2500 bills: killed a member", "billed once and in order: True"],
+    "16_outbox": ["150 booked, 0 seats left, 150 bills\neach booking has one bill: True"],
 }
 
 

@@ -94,6 +94,26 @@ async def test_other_clients_do_not_see_the_records_of_the_spark_sink(shared: Sh
     }
 
 
+async def test_other_clients_do_not_see_events(shared: Shared, js: JetStreamContext) -> None:
+    """Nor the messages that carry the conditions of a transaction."""
+    kv, bucket = await shared(history=3)
+    topic = bucket._name
+    await kvx.enable(kv, events=[f"{topic}.>"])
+    await bucket.watch()
+    await bucket.put("a", b"1")
+    async with kvx.transaction(kv) as tx:
+        await tx.get_many(["a", "x", "y", "z"])
+        tx.publish(f"{topic}.made", b"event")
+        tx.put("b", b"2")
+    assert [event(await bucket.next())[:2] for _ in range(2)] == [("a", b"1"), ("b", b"2")]
+    assert await bucket.keys() == {"a", "b"}
+    await bucket.delete("a")
+    await bucket.purge_deletes()
+    assert await bucket.keys() == {"b"}
+    stored = [message.data async for message in jsx.DirectGet(js, kv._stream).scan(subject=f"{topic}.>")]
+    assert stored == [b"event"]
+
+
 async def test_a_transaction_continues_from_writes_of_other_clients(shared: Shared) -> None:
     kv, bucket = await shared(history=3)
     revision = await bucket.put("a", b"1")
