@@ -17,7 +17,7 @@ from jetstream_ext.errors import (
     WrongLastSequenceError,
 )
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.commit import KeyPublish
+from jetstream_ext.kv.commit import PublishCommit
 from jetstream_ext.kv.entries import ROLLUP_HEADERS, check_key, operation
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import MSG_ID, MSG_TTL, is_instruction
@@ -85,7 +85,7 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
         subject, found.data, headers=own_headers(pairs), msg_ttl=ttl, expected_last_subject_seq=found.seq
     )
     try:
-        return (await KeyPublish(bucket, copy).commit()).seq
+        return (await PublishCommit(bucket, copy).commit()).seq
     except WrongLastSequenceError as refusal:
         raise KeyConflictError(
             f"bucket {bucket.name!r}: another client changed key {key!r} during touch(), so it is no longer at revision "

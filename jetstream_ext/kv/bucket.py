@@ -15,23 +15,15 @@ from jetstream_ext.client.api import (
     forget_stream,
     gather_bounded,
     lookup_stream,
-    why_no_jetstream,
 )
 from jetstream_ext.client.connection import bucket_parts
-from jetstream_ext.client.streams import check_leader
 from jetstream_ext.errors import (
-    BatchServerError,
-    ErrorCode,
-    NoStreamError,
-    ServerError,
     Status,
-    batch_refusal,
 )
 from jetstream_ext.kv.entries import KeyValueEntry, Subjects, entry_of, row_of
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.protocol import advice
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.feature_table import MSG_TTL
 from jetstream_ext.protocol.subjects import anything
 
 LOOKUPS_IN_FLIGHT: Final = 64
@@ -106,58 +98,6 @@ class Bucket(KeyedStream):
         except NotFoundError as error:
             text = f"bucket {self.name!r} does not exist"
             raise BucketNotFoundError(Status.NOT_FOUND, text, error.err_code, stream=self.stream) from error
-
-    async def check_ttl(self) -> None:
-        """Raise UnsupportedFeatureError if the bucket's leader would store a TTL and never heed it."""
-        if not MSG_TTL.on(self.context.connection.server_version):
-            check_leader(self.context, (await self.unchecked_state()).config, [MSG_TTL], "nothing was written")
-
-    async def no_stream(self, batch_id: str, sent: int) -> NoStreamError:
-        """Return the error to raise when no stream has taken a write."""
-        await self.check_known(fresh=True)
-        text = f"bucket {self.name!r} does not exist, or has no leader{why_no_jetstream(self.context)}; nothing was written"
-        return NoStreamError(text, batch_id=batch_id, sent=sent, outcome="not_stored")
-
-    def refused(self, refusal: ServerError, keys: Iterable[str], batch_id: str = "") -> BatchServerError:
-        """Return the error to raise when the server has refused a write: what is wrong with the bucket, and what to do.
-
-        `keys` are those that are written with a TTL.
-        """
-        said = refusal.description
-        reasons: dict[int, tuple[str, str]] = {
-            ErrorCode.ATOMIC_DISABLED: (
-                "atomic batches, which a transaction needs, are disabled",
-                f"; {advice.enable_bucket(self.name, 'atomic', what='them')}",
-            ),
-            ErrorCode.MESSAGE_TTL_DISABLED: (
-                f"TTLs are disabled (key {', '.join(map(repr, keys))})",
-                f"; {advice.enable_bucket(self.name, 'ttl', what='them')}",
-            ),
-            ErrorCode.ROLLUP_REFUSED: (
-                f"rollups are disabled, which purges and values with a TTL need to replace a key's history ({said})",
-                f"; enable them with allow_rollup_hdrs=True or 'nats stream edit {self.stream} --allow-rollup'",
-            ),
-            ErrorCode.STREAM_SEALED: (f"it is sealed, so it takes no more writes ({said})", ""),
-            ErrorCode.STORE_FAILED: (
-                f"the server cannot store the write ({said})",
-                "; if this is a limit of the bucket, raise it or delete keys",
-            ),
-        }
-        if isinstance(refusal, BatchServerError) and refusal.batch_id:
-            batch_id = refusal.batch_id
-            if refusal.err_code not in reasons:
-                return refusal  # its text says at which message, and what may explain it
-        why, remedy = reasons.get(refusal.err_code or 0, (f"the server refused the write ({said})", ""))
-        message = f"bucket {self.name!r}: {why}; nothing was written{remedy}"
-        return batch_refusal(refusal, message, batch_id=batch_id, outcome="not_stored")
-
-    def too_large(self, subject: str, size: int | None, what: str, limit: int | None, option: str) -> str:
-        """Return the text of an error: `what` takes no message as large as that of the key on `subject`."""
-        key = self.key(subject)
-        return (
-            f"bucket {self.name!r}: the message of key {key!r} has {size} bytes with its headers; the {what} takes {limit} "
-            f"({option}); nothing was written"
-        )
 
     async def has_replaced(self, entry: KeyValueEntry) -> bool:
         """Return whether another message has the revision of `entry` now: the bucket was deleted and created again."""

@@ -17,7 +17,6 @@ from nats.nuid import NUID
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import forget_stream, lookup_stream
 from jetstream_ext.client.atomic import BatchState
-from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.outcome import may_be_known_later
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
@@ -27,26 +26,20 @@ from jetstream_ext.errors import (
     BatchAbandonedError,
     BatchClosedError,
     BatchOutcomeUnknownError,
-    BatchServerError,
     KeyConflictError,
-    MaxPayloadError,
-    MessageTooLargeError,
-    NoStreamError,
     Outcome,
     RequestTimeoutError,
     StreamRecreatedError,
     WrongLastSequenceError,
-    batch_refusal,
 )
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.commit import KeyPublish
+from jetstream_ext.kv.commit import BatchCommit, Commit, PublishCommit
 from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.atomic import State
 from jetstream_ext.protocol.options import check_function, check_seconds, check_sequence, reads_subject
 from jetstream_ext.text import counted, get_logger, log_state
-from jetstream_ext.types import TTL, BatchAck, BatchMessage
+from jetstream_ext.types import TTL, BatchAck
 
 _Result = TypeVar("_Result")
 
@@ -72,38 +65,6 @@ class Committed(NamedTuple, Generic[_Result]):
     revision: int
 
 
-class _Batch:
-    """A commit of several messages: an atomic batch."""
-
-    def __init__(self, bucket: Bucket, messages: list[BatchMessage]) -> None:
-        self._bucket = bucket
-        # Through the API of another domain, only the commit, the message of a key, is sure to be the bucket's to answer.
-        elsewhere = bucket.context.prefix != DEFAULT_PREFIX
-        self._session = AtomicSession(bucket.context, bucket.timeout, in_one_go=True, quiet=elsewhere)
-        self._messages = messages
-        # A key that expires leaves no older value: it replaces the key's history.
-        self._seen = max(message.expected_last_subject_seq or 0 for message in messages)
-        self.batch_id: str = self._session.machine.batch_id
-
-    @property
-    def unknown(self) -> bool:
-        return self._session.machine.state is State.UNKNOWN
-
-    async def commit(self) -> BatchAck:
-        session = self._session
-        try:
-            with session.call(telemetry.Kind.COMMIT, observed=False) as call:  # the transaction's commit is observed
-                await session.fill(self._messages, call)
-                return await session.commit(None)
-        except NoStreamError as error:
-            raise await self._bucket.no_stream(error.batch_id, error.sent or 0) from error
-        finally:
-            session.discard()
-
-    async def resolve(self, timeout: float | None) -> BatchAck | None:
-        return await self._session.resolve(timeout, seen=self._seen, of_bucket=True)
-
-
 class Transaction:
     """Operations on one bucket that are committed all at once or not at all; made by `transaction`.
 
@@ -117,11 +78,11 @@ class Transaction:
     commit of a single key, if no other key was read, is a publish as nats-py's ``put`` and ``update`` are.
     """
 
-    def __init__(self, bucket: Bucket, *, errors: list[Exception] | None = None) -> None:
+    def __init__(self, bucket: Bucket, errors: list[Exception]) -> None:
         self._bucket = bucket
         self._errors = errors  # gets those that `get`, `get_many` and `commit` raise
         self._staging = Staging(bucket.prefix, bucket=bucket.name, max_payload=bucket.context.connection.max_payload)
-        self._write: _Batch | KeyPublish | None = None  # the newest commit
+        self._write: Commit | None = None  # the newest commit
         self._state: BatchState = "open"
         self._revisions: dict[str, int] = {}
 
@@ -348,11 +309,10 @@ class Transaction:
                 fence = (await bucket.state(direct=False)).last_seq
                 await self._check_reads()  # raises unless everything was as it was read at the fence
             messages = staging.messages(fence=fence, carrier=carrier)
-            write: _Batch | KeyPublish
             if staging.is_one_message:
-                write = KeyPublish(bucket, replace(messages[0], msg_id=NUID().next().decode()))
+                write: Commit = PublishCommit(bucket, replace(messages[0], msg_id=NUID().next().decode()))
             else:
-                write = _Batch(bucket, messages)
+                write = BatchCommit(bucket, messages)
             self._write = write
             log_state(_log, self._source, "attempt", batch=self._batch_id, number=retries + 1, fence=fence)
             try:
@@ -364,13 +324,10 @@ class Transaction:
                 log_state(_log, self._source, "conflict", batch=self._batch_id, error=conflict or refusal)
                 if conflict is not None or retries == _MAX_COMMIT_RETRIES:
                     raise conflict or refusal from refusal
-            except BatchServerError as refusal:
-                if not (carrier and isinstance(refusal, _CARRIERS_REFUSED)):
-                    raise self._explain(refusal) from refusal.__cause__
+            except _CARRIERS_REFUSED:
+                if not carrier:
+                    raise
                 carrier = ""  # they are too many, or the client may not publish them: the fence needs none
-            except MaxPayloadError as error:
-                text = bucket.too_large(error.subject, error.size, "server", error.limit, "max_payload")
-                raise MaxPayloadError(text, subject=error.subject, size=error.size, limit=error.limit) from error
 
     async def _check_events(self) -> None:
         """Raise BadSubjectError if the bucket's stream does not store an event, or may not be the one that stores it."""
@@ -445,22 +402,6 @@ class Transaction:
         writes = self._staging.writes  # the last messages
         self._revisions = {key: ack.seq - len(writes) + place for place, key in enumerate(writes, 1)}
 
-    def _explain(self, refusal: BatchServerError) -> BatchServerError:
-        """Return a refusal with the key that it is about and what the caller can do."""
-        writes = self._staging.writes
-        facts: dict[str, Any] = {}
-        if isinstance(refusal, AtomicPublishTooLargeError):
-            message = (
-                f"bucket {self._bucket.name!r}: the transaction has {counted(len(writes), 'key')}, more than the server accepts in one batch; nothing was "
-                f"written ({refusal.description})"
-            )
-        elif isinstance(refusal, MessageTooLargeError) and refusal.subject:
-            message = self._bucket.too_large(refusal.subject, refusal.size, "bucket", refusal.limit, "max_msg_size")
-            facts = {"subject": refusal.subject, "size": refusal.size, "limit": refusal.limit}
-        else:
-            return self._bucket.refused(refusal, [key for key, staged in writes.items() if staged.ttl is not None])
-        return batch_refusal(refusal, message, batch_id=refusal.batch_id, outcome="not_stored", **facts)
-
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
         """Find out, after a `BatchOutcomeUnknownError`, whether the transaction is written; see `AtomicBatch.resolve`.
 
@@ -485,8 +426,7 @@ class Transaction:
         try:
             yield
         except Exception as error:
-            if self._errors is not None:
-                self._errors.append(error)
+            self._errors.append(error)
             raise
 
     async def discard(self) -> None:
@@ -542,7 +482,7 @@ def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:
     Requires: Permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``; unless only one key is read and written, nats-server
         2.12.1 and ``allow_atomic``. By default a server accepts 1000 keys in one batch.
     """
-    return Transaction(Bucket(kv, timeout))
+    return Transaction(Bucket(kv, timeout), [])
 
 
 async def retry_transaction(
@@ -617,7 +557,7 @@ async def _run_until_committed(
         run += 1
         log_state(_log, source, "run begun", number=run)
         errors: list[Exception] = []
-        tx = Transaction(bucket, errors=errors)
+        tx = Transaction(bucket, errors)
         returned = False
         try:
             result: _Result = await _started(fn(tx), fn)
