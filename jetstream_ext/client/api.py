@@ -40,8 +40,8 @@ from jetstream_ext.protocol.api import (
 from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL, Feature
 from jetstream_ext.protocol.numbers import json_number
-from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.protocol.subjects import check_filter, check_name
+from jetstream_ext.protocol.options import reads_subject, rfc3339
+from jetstream_ext.protocol.subjects import bucket_stream, check_filter, check_name
 from jetstream_ext.types import BatchAck
 
 LAG_PAUSE: Final = 0.05  # seconds between two checks whether a leader, a replica or a mirror has caught up
@@ -213,8 +213,12 @@ def _api(where: Context | Api, timeout: float | None) -> Api:
 
 
 async def stream_state(where: Context | Api, stream: str, timeout: float | None = None) -> StreamState:
-    """Return the state of `stream` as its leader reports it; raise as `Api.ask` does."""
-    return parse_stream_state(await _api(where, timeout).stream(stream), stream)
+    """Return the state of `stream` as its leader reports it; raise as `Api.ask` does.
+
+    The subjects of a bucket do not count that of `reads_subject`.
+    """
+    apart = {"subjects_filter": reads_subject(stream)} if stream.startswith(bucket_stream("")) else None
+    return parse_stream_state(await _api(where, timeout).stream(stream, apart), stream)
 
 
 async def check_same_stream(

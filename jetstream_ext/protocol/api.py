@@ -176,7 +176,7 @@ class StreamState:
     last_seq: int = 0  # the last sequence that it assigned
     messages: int = 0
     size: int = 0
-    num_subjects: int = 0
+    num_subjects: int = 0  # without those that the request named
     consumers: int = 0  # with those of the streams that copy it
     first_time: datetime = _EPOCH  # when its first message was stored, if it has messages
     last_time: datetime = _EPOCH  # when its last message was stored, or else when the stream was created
@@ -398,7 +398,7 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
             last_seq=last_seq,
             messages=messages,
             size=json_number(state.get("bytes") or 0, "bytes"),
-            num_subjects=json_number(state.get("num_subjects") or 0, "num_subjects"),
+            num_subjects=json_number(state.get("num_subjects") or 0, "num_subjects") - len(state.get("subjects") or {}),
             consumers=json_number(state.get("consumer_count") or 0, "consumer_count"),
             first_time=first_time,
             last_time=last_time,
