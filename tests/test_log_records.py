@@ -26,7 +26,7 @@ EXPECTED = {
     ("direct", "stream"): {"READING", "ENDED", "request sent", "reply ended"},
     ("client", "connection"): {"disconnected", "reconnected"},
     ("kv", "transaction"): {"OPEN", "COMMITTED", "DISCARDED", "commit begun", "conflict"},
-    ("kv", "table"): {"FOLLOWING", "ENDED", "checkpoint saved", "checkpoint restored"},
+    ("kv", "table"): {"FOLLOWING", "ENDED", "checkpoint saved", "CHECKING"},
     ("log", "reader"): {"start found", "messages ready", "seek", "position committed"},
     ("log", "worker"): {"started", "inputs read", "input failed", "committed", "ended"},
     ("log", "group"): {"joined", "partitions assigned", "position committed", "left", "failed"},

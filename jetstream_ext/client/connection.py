@@ -43,6 +43,7 @@ from jetstream_ext.protocol import feature_table, frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import Target, parse_object, parsing
 from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.protocol.subjects import addressed, bucket_prefix, bucket_stream, check_subject
 from jetstream_ext.text import get_logger
@@ -444,6 +445,8 @@ class Context:
             raise APIError.from_error(answer["error"])
         with parsing(f"the ack on {subject}"):
             ack = PubAck.from_response(answer)
+            json_text(ack.stream, "stream")
+            json_number(ack.seq, "seq", low=1)
         target = self.target()
         if other := target.other_stream(ack.stream, ack.domain):
             raise ResponseError(target.answered_by(other))

@@ -20,7 +20,7 @@ from jetstream_ext.client.connection import bucket_parts
 from jetstream_ext.errors import (
     Status,
 )
-from jetstream_ext.kv.entries import KeyValueEntry, Subjects, entry_of, row_of
+from jetstream_ext.kv.entries import KeyValueEntry, Subjects, entry_of_record, records_of
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.protocol import advice
 from jetstream_ext.protocol.api import StreamState
@@ -54,7 +54,7 @@ class Bucket(KeyedStream):
         state = await self.unchecked_state()
         self.check(state, mirror=True)
         # The subjects are those of the first bucket in a chain of mirrors, and only the messages tell which one that is.
-        first = await self.get_at_leader(seq=state.first_seq, next_by_subj=">") if state.origin else None
+        first = await self.get_at_leader(seq=state.first_seq, next_by_subj="$KV.>") if state.origin else None
         transformed = bool(state.origin.get("subject_transforms"))
         if first is not None or transformed:
             named = None if first is None or transformed else _KEY.match(first.subject)
@@ -85,7 +85,7 @@ class Bucket(KeyedStream):
                 stream=self.stream,
             )
         if direct:
-            how = advice.enable_bucket(self.name, "direct")
+            how = "" if state.allows_direct else advice.enable_bucket(self.name, "direct")
             state.check_direct_reads(self.context.connection.server_version, how=how)
 
     @contextmanager
@@ -112,7 +112,8 @@ class Bucket(KeyedStream):
 
         async def read(key: str) -> tuple[str, KeyValueEntry | None]:
             message = await self.get_at_leader(last_by_subj=self.subject(key))
-            return key, None if message is None else entry_of(self.name, key, row_of(message))
+            found = records_of([] if message is None else [message])
+            return key, next((entry_of_record(self.name, key, record) for _, record in found), None)
 
         found = dict(await gather_bounded(read, keys, limit=LOOKUPS_IN_FLIGHT))
         if None in found.values():

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 import orjson
 
-from jetstream_ext.protocol.table import Record
+from jetstream_ext.protocol.updates import Record
 from jetstream_ext.text import counted, get_logger
 
 _T = TypeVar("_T")
@@ -44,6 +44,17 @@ class Saved:
     note: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What has changed since the last time; with `anew`, it is everything."""
+
+    values: Mapping[str, Record]
+    deleted: Mapping[str, Record]
+    gone: Iterable[str]  # keys that have no message any more
+    note: dict[str, Any]
+    anew: bool
+
+
 class Checkpoint:
     """The file of one table, used by one thread of its own, so that the event loop never waits for a disk."""
 
@@ -63,20 +74,9 @@ class Checkpoint:
         """
         return await self._run(self._open)
 
-    async def save(
-        self,
-        values: Mapping[str, Record],
-        deleted: Mapping[str, Record],
-        gone: Iterable[str],
-        note: dict[str, Any],
-        *,
-        anew: bool = False,
-    ) -> None:
-        """Store the messages of keys, those that delete keys, the keys that have none, and a note, in one transaction.
-
-        With `anew`, they replace everything. The caller must not change what it passes.
-        """
-        await self._run(lambda: self._save(values, deleted, gone, note, anew=anew))
+    async def save(self, changed: Changed) -> None:
+        """Store what has changed, in one transaction; the caller must not change it."""
+        await self._run(lambda: self._save(changed))
 
     async def close(self) -> None:
         """Close the file once everything before is stored."""
@@ -170,26 +170,20 @@ class Checkpoint:
             raise _UnusableError(f"it has {counted(len(rows), 'message')}, and should have {count:,}")
         return Saved(rows, note)
 
-    def _save(
-        self,
-        values: Mapping[str, Record],
-        deleted: Mapping[str, Record],
-        gone: Iterable[str],
-        note: dict[str, Any],
-        *,
-        anew: bool,
-    ) -> None:
+    def _save(self, changed: Changed) -> None:
         database = self._database
         assert database is not None
-        kept = chain(_rows(values, deletes=False), _rows(deleted, deletes=True))
+        kept = chain(_rows(changed.values, deletes=False), _rows(changed.deleted, deletes=True))
         database.execute("BEGIN IMMEDIATE")
         try:
-            if anew:
+            if changed.anew:
                 database.execute("DELETE FROM messages")
-            database.executemany("DELETE FROM messages WHERE key = ?", ((_encoded(key),) for key in gone))
+            database.executemany("DELETE FROM messages WHERE key = ?", ((_encoded(key),) for key in changed.gone))
             database.executemany("INSERT OR REPLACE INTO messages VALUES (?, ?, ?, ?, ?, ?, ?)", kept)
             database.execute("DELETE FROM note")
-            database.execute("INSERT INTO note VALUES (?)", (orjson.dumps(note | {"identity": self._identity}),))
+            database.execute(
+                "INSERT INTO note VALUES (?)", (orjson.dumps(changed.note | {"identity": self._identity}),)
+            )
             database.execute("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):

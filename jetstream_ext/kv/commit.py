@@ -46,11 +46,12 @@ from jetstream_ext.types import BatchAck, BatchMessage, own_headers
 class Commit(ABC):
     """Stores messages of a bucket, all of them or none; the last is that of a key, unless all are events."""
 
-    batch_id: str
-
-    def __init__(self, bucket: Bucket, messages: Sequence[BatchMessage]) -> None:
-        self.bucket = bucket
-        self.messages = messages
+    def __init__(self, bucket: Bucket, messages: Sequence[BatchMessage], batch_id: str) -> None:
+        self.bucket: Bucket = bucket
+        self.messages: Sequence[BatchMessage] = messages
+        self.batch_id: str = batch_id
+        self.answered_by: str = ""
+        """Another stream that has acknowledged the commit, and so proves nothing about the bucket."""
         # The stream had this sequence before.
         self.seen: int = max(message.expected_last_subject_seq or 0 for message in messages)
 
@@ -68,7 +69,7 @@ class Commit(ABC):
             BatchServerError, NoStreamError, MaxPayloadError, BadHeaderError, RequestTimeoutError: Nothing is stored.
         """
         try:
-            return await self._store()
+            ack = await self._store()
         except WrongLastSequenceError:
             raise
         except ServerError as refusal:
@@ -82,6 +83,18 @@ class Commit(ABC):
         except MaxPayloadError as large:
             text = self._too_large(large.subject, large.size, "server", large.limit, "max_payload")
             raise MaxPayloadError(text, subject=large.subject, size=large.size, limit=large.limit) from large
+        if ack.stream != self.bucket.stream:
+            self.answered_by = ack.stream
+            raise self._unknown()
+        return ack
+
+    def _unknown(self, why: str = "") -> BatchOutcomeUnknownError:
+        why = (
+            why
+            or f"the outcome is unknown: stream {self.answered_by!r} has acknowledged the write, which is not the bucket's"
+        )
+        text, sent = f"bucket {self.bucket.name!r}: {why}", len(self.messages)
+        return BatchOutcomeUnknownError(text, batch_id=self.batch_id, sent=sent, outcome="unknown")
 
     @abstractmethod
     async def _store(self) -> BatchAck: ...
@@ -141,15 +154,14 @@ class BatchCommit(Commit):
     """A commit of several messages."""
 
     def __init__(self, bucket: Bucket, messages: Sequence[BatchMessage]) -> None:
-        super().__init__(bucket, messages)
         # Through the API of another domain, only the commit, the message of a key, is sure to be the bucket's to answer.
         elsewhere = bucket.context.prefix != DEFAULT_PREFIX
         self._session = AtomicSession(bucket.context, bucket.timeout, in_one_go=True, quiet=elsewhere)
-        self.batch_id = self._session.machine.batch_id
+        super().__init__(bucket, messages, self._session.machine.batch_id)
 
     @property
     def unknown(self) -> bool:
-        return self._session.machine.state is State.UNKNOWN
+        return bool(self.answered_by) or self._session.machine.state is State.UNKNOWN
 
     async def _store(self) -> BatchAck:
         session = self._session
@@ -161,6 +173,8 @@ class BatchCommit(Commit):
             session.discard()
 
     async def resolve(self, timeout: float | None) -> BatchAck | None:
+        if self.answered_by:
+            raise self._unknown()
         return await self._session.resolve(timeout, seen=self.seen, of_bucket=True)
 
 
@@ -168,8 +182,7 @@ class PublishCommit(Commit):
     """A commit of the message of one key; its `msg_id`, if it has one, shows in the stream whether it is stored."""
 
     def __init__(self, bucket: Bucket, message: BatchMessage) -> None:
-        super().__init__(bucket, [message])
-        self.batch_id = message.msg_id or ""
+        super().__init__(bucket, [message], message.msg_id or "")
         self._message = message
         self._headers = message_headers(message)
         self._sent = False
@@ -178,7 +191,7 @@ class PublishCommit(Commit):
 
     @property
     def unknown(self) -> bool:
-        return self._sent
+        return bool(self.answered_by) or self._sent
 
     async def _store(self) -> BatchAck:
         bucket, message, clock = self.bucket, self._message, asyncio.get_running_loop().time
@@ -221,6 +234,8 @@ class PublishCommit(Commit):
 
     async def resolve(self, timeout: float | None) -> BatchAck | None:
         bucket = self.bucket
+        if self.answered_by:
+            raise self._unknown()
         timeout = 4 * bucket.timeout if timeout is None else check_seconds(timeout, "timeout")
         ack = await resolve(bucket.context, self._write, timeout, batch_id=self.batch_id, size=1)
         if ack is None and bucket.context.connection.session != self._session:
@@ -228,7 +243,3 @@ class PublishCommit(Commit):
             raise self._unknown(f"the outcome is unknown: {why}")
         self._sent = False
         return ack
-
-    def _unknown(self, why: str) -> BatchOutcomeUnknownError:
-        text = f"bucket {self.bucket.name!r}: {why}"
-        return BatchOutcomeUnknownError(text, batch_id=self.batch_id, sent=1, outcome="unknown")

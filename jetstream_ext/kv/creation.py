@@ -166,8 +166,8 @@ async def enable(
             store messages without payload if they read keys that they do not write: so a transaction fails only if one of
             its own keys has changed. (A client that may not change the stream goes without that subject.)
         ttl: True: TTLs of single keys. Whole seconds or a timedelta: also delete markers that stay for that time when a
-            key expires, so that watchers and reads of the past see the expiry. With markers, no value lives shorter
-            than its marker, unless the bucket's history is 1. None: no change.
+            key expires, so that watchers see the expiry. With markers, no value lives shorter than its marker, unless the
+            bucket's history is 1. None: no change.
         spark: What Spark's sink `jetstream_kv` needs: atomic batches, and a place for its markers, which is the subject
             ``_spark.KV_<bucket>.>`` of the bucket's stream. Clients of the bucket do not see what is stored there, except
             that it counts in the number of values of nats-py's ``status()``.

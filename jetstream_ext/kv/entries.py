@@ -7,12 +7,12 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, M
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import repeat
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Generic, Literal, cast
 
 from nats.js.api import Header
 from nats.js.errors import InvalidKeyError
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT
+from typing_extensions import TypeVar
 
 from jetstream_ext.errors import ResponseError
 from jetstream_ext.protocol.direct import Block, StoredMsg, stored_block
@@ -37,16 +37,19 @@ if TYPE_CHECKING:
 
 Operation = Literal["PUT", "DEL", "PURGE"]
 
+T = TypeVar("T", default=bytes)
+"""What the values are: bytes, unless a table decodes them."""
+
 
 @dataclass(frozen=True, slots=True)
-class KeyValueEntry:
+class KeyValueEntry(Generic[T]):
     """A key as a read found it.
 
     Attributes:
         bucket: The bucket's name.
         key: The key. Any publisher can store keys that clients refuse; bytes that are not UTF-8 are lone surrogates in it
             (``surrogateescape``, as in Python's file names).
-        value: Its value; ``b""`` if the key was deleted.
+        value: Its value, as bytes or as the ``decode`` of a table returned it; ``b""`` if the key was deleted.
         revision: The stream sequence of the message.
         created: When the server stored it, by the server's clock (aware, UTC).
         operation: ``"PUT"``, ``"DEL"`` or ``"PURGE"``.
@@ -55,7 +58,7 @@ class KeyValueEntry:
 
     bucket: str
     key: str
-    value: bytes
+    value: T
     revision: int
     created: datetime
     operation: Operation = "PUT"
@@ -141,45 +144,24 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
         return f"<KeyValueSnapshot of {counted(len(self), 'key')} at revision {self.revision} ({self.time.isoformat()}){more}>"
 
 
-_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+def records_of(found: Block | Sequence[StoredMsg]) -> Iterator[tuple[str, Record]]:
+    """Return messages as pairs of subject and record.
 
-Row = tuple[int, str, bytes, Mapping[str, str], datetime]
-"""A stored message: its sequence, subject, payload, headers and time. Different subjects are different texts (PEP 383)."""
-
-
-def row_of(message: StoredMsg) -> Row:
-    """Return a message as a row: one of a known subject, or one of the leader's, which may raise ResponseError."""
-    _check_known(message)
-    return message.seq, message.subject, message.data, decode_stored(stored_block(message)), message.time
-
-
-def rows_of(block: Block | Sequence[StoredMsg]) -> Iterator[Row]:
-    """Return messages as rows; raise ResponseError at once if one of a block is malformed or its subject is not known."""
-    if not isinstance(block, Block):
-        return iter([row_of(message) for message in block])
-    # As columns: zip makes one tuple after the other, so that a million messages are not a million tuples.
-    subjects: list[str] = []
-    headers: list[Mapping[str, str]] = []
-    times: list[datetime] = []
-    try:
-        for row in block.each_row():
-            subjects.append(row[ROW_SUBJECT].decode("utf-8", "surrogateescape"))
-            headers.append(decode_stored(row[ROW_STORED]) if row[ROW_STORED] else _NO_HEADERS)
-            times.append(parse_time(row[ROW_TIME][17:]))
-    except ResponseError:
-        block.check()  # its error names the message
-        raise
-    return zip(block.seqs, subjects, block.datas, headers, times, strict=True)
+    Different subjects are different texts (PEP 383). Raises ResponseError at once if a message of a block is malformed, or
+    the subject of a leader's message is not known.
+    """
+    names, seqs, datas, times, headers = _columns(found)
+    return zip(names, zip(seqs, datas, times, headers, strict=True), strict=True)
 
 
 def updates_of(found: Block | Sequence[StoredMsg], subjects: Subjects) -> Updates:
-    """Return messages as `protocol.table` takes them; raise as `rows_of` does."""
+    """Return messages as `protocol.table` takes them; raise as `records_of` does."""
     wanted = subjects.wanted
     plain = _plain_columns(found, subjects.prefix)
     if plain is None:
         return [
-            update_of(subjects, key, (seq, data, time, stored))
-            for name, seq, data, time, stored in zip(*_columns(found), strict=True)
+            update_of(subjects, key, record)
+            for name, record in records_of(found)
             if (key := subjects.key_of(name)) is not None
         ]
     seqs, keys, datas, times = plain
@@ -226,7 +208,7 @@ def _plain_columns(
 def _columns(
     found: Block | Sequence[StoredMsg],
 ) -> tuple[list[str], list[int], list[bytes], list[bytes], list[bytes]]:
-    """Return subjects, sequences, payloads, times and header blocks; raise as `rows_of` does."""
+    """Return subjects, sequences, payloads, times and header blocks; raise as `records_of` does."""
     if not isinstance(found, Block):
         for message in found:
             _check_known(message)
@@ -330,14 +312,6 @@ def _go_duration(text: str) -> float | None:
 def never_expires(headers: Mapping[str, str]) -> bool:
     """Whether the TTL of a message overrides the bucket's maximum age."""
     return headers.get(MSG_TTL, "").strip().lower() == "never"
-
-
-def entry_of(bucket: str, key: str, row: Row) -> KeyValueEntry:
-    seq, _, data, headers, time = row
-    if not headers:
-        return KeyValueEntry(bucket, key, data, seq, time)
-    op, reason = operation(headers)
-    return KeyValueEntry(bucket, key, data, seq, time, op, reason)
 
 
 def entry_of_record(bucket: str, key: str, record: Record) -> KeyValueEntry:

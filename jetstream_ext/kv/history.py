@@ -1,186 +1,208 @@
-"""What a bucket held at a revision, from messages that were read. No I/O.
+"""What a bucket held at a revision, from the messages that are still stored. No I/O.
 
-A key at revision R is its newest message up to R. Servers always remove the oldest messages of a key
-first (history, purge, maximum age), so if such a message is stored, it is the answer, and a delete marker says that the
-key did not exist. If none is stored, the key's oldest message decides: `Past.verdict` is the table of docs/key-value.md,
-"Reads of the past". A key can also vanish without a trace and be written again. If that is possible (`Verdict.lost`),
-the answer may be incomplete, and no key is known not to have existed. Where markers cover that, one expiry remains: that
-of a message which is not the last one of its key. It leaves no marker, but a newer message of the key, which is stored or
-has left a marker.
+A key at revision R is its newest message up to R. Servers remove the oldest messages of a key first, so if a message up to R
+is stored, the newest of them is the answer. If none is stored, the key did not exist, unless something was removed that may
+have been a message of the key. `Past.judge` decides that; its reasons are the table of docs/key-value.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import enum
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from jetstream_ext.kv.entries import ROLLUP, KeyValueEntry, Row, Subjects, entry_of, never_expires
-from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT, EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
+from jetstream_ext.kv.entries import ROLLUP, Subjects, never_expires, operation, records_of
+from jetstream_ext.kv.limits import drops_oldest, known_since, limits_of
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import Block, StoredMsg
+from jetstream_ext.protocol.headers import (
+    EXPECTED_LAST_SUBJECT,
+    EXPECTED_LAST_SUBJECT_SEQ,
+    MSG_TTL,
+    decode_stored,
+    parse_time,
+)
+from jetstream_ext.protocol.loss import Gaps
 from jetstream_ext.protocol.numbers import parse_number
+from jetstream_ext.protocol.table import Record
 from jetstream_ext.ttl import marker_reason
 
 
-@dataclass(slots=True)
-class _Key:
-    name: str | None  # None: the read does not want it, or it is no key of the bucket
-    oldest: int
-    newest: int
-    count: int
-    entry: KeyValueEntry | None  # the newest up to the revision
-    replaced: bool  # the oldest message says that it replaced one
-    before: int | None  # the revision that the oldest message says it replaced (0: there was none)
+class Reason(enum.StrEnum):
+    """Why a read of the past is refused; docs/key-value.md has a row for each."""
 
-
-def _first(name: str | None, seq: int, subject: str, headers: Mapping[str, str]) -> _Key:
-    if not headers:
-        return _Key(name, seq, 0, 0, None, replaced=False, before=None)
-    before = replaced_revision(headers, subject)
-    return _Key(name, seq, 0, 0, None, replaced=bool(before) or replaced_all(headers), before=before)
+    LIMITS = "it is not recorded that the bucket had its limits then"
+    DROPPED = "max_msgs or max_bytes may have removed the oldest messages"
+    EXPIRED = "messages may have expired"
+    ROLLED_UP = "a later message replaced the whole bucket"
+    PURGED = "messages are missing that no history accounts for"
+    REPLACED = "newer messages may have replaced it"
+    NO_MESSAGE = "no message of it is stored, and messages were removed"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ResolvedRevision:
+    """What the `at` of a caller means."""
+
+    revision: int
+    time: datetime
+    since: datetime  # a time at which it was the newest revision, or an earlier one
+    state: StreamState  # of the bucket, when the leader was asked
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether it was the newest revision when the leader was asked: later messages may have been removed since a time."""
+        return self.revision == self.state.last_seq and self.since >= self.state.last_time
+
+
+@dataclass(frozen=True, slots=True)
+class PastContent:
     """What is known about a revision."""
 
-    entries: dict[str, KeyValueEntry]
-    unavailable: tuple[str, ...]  # keys whose state is not known, sorted
-    complete: bool  # there can be no other key
-    lost: bool  # another key may have existed; then `complete` is False
+    records: dict[str, Record]  # with delete markers
+    unavailable: dict[str, Reason]
+    reason: Reason | None = None  # why there may have been other keys, if that is possible
+    complete: bool = True  # certainly no other key existed
+
+
+@dataclass(slots=True)
+class _Subject:
+    key: str | None  # None: the read does not want it, or it is no key
+    oldest: int
+    replaced: int | None  # the highest sequence that the oldest message can have replaced, if its headers say so
+    accounts: bool  # newer messages have replaced older ones
+    count: int = 0
+    record: Record | None = None  # the newest up to the revision
 
 
 class Past:
-    """A bucket as of one revision; `history` is how many messages it keeps of a key (0: all)."""
+    """The messages of a bucket, as far as they decide what it held at one revision.
 
-    def __init__(self, subjects: Subjects, *, revision: int, history: int) -> None:
-        self._subjects = subjects
-        self.revision = revision
-        self._history = history
-        self._keys: dict[str, _Key] = {}  # by subject
-        self._accounted = 0
-        self.emptied: bool = False
-        """Whether a message showed that everything up to the revision was removed, whatever its key."""
+    It is fed the whole log, with what is missing in it as `gaps`; or without `gaps` some subjects, or what was stored later.
+    """
+
+    def __init__(self, subjects: Subjects, point: ResolvedRevision, gaps: Gaps | None = None) -> None:
+        self._key_of = subjects.key_of
+        self._prefix = subjects.prefix
+        self._point = point
+        self._gaps = gaps
+        self._subjects: dict[str, _Subject] = {}
+        self._rolled_up = 0  # the newest message that replaced its subject's history
+        self._all_rolled_up = False
         self.expires: bool = False
         """Whether a message showed that messages of the bucket have TTLs of their own."""
-        self.since: datetime | None = None
-        """When the newest message up to the revision was stored that this was fed: not after the revision."""
+        self._last: Record | None = None  # the newest up to the revision, of any subject
 
-    def feed(self, rows: Iterable[Row], *, log: bool = False) -> None:
-        """Take messages, ascending for each key: all that a key has, or its newest one up to the revision.
-
-        With `log`, they are part of the whole log: messages of other keys may then explain what is missing in it.
-        """
-        bucket, key_of, keys, revision = self._subjects.bucket, self._subjects.key_of, self._keys, self.revision
-        for row in rows:
-            seq, subject, _, headers, time = row
-            if seq <= revision and (self.since is None or time > self.since):
-                self.since = time
-            key = keys.get(subject)
-            if key is None:
-                name = key_of(subject)
-                if name is None and not log:
-                    continue
-                key = keys[subject] = _first(name, seq, subject, headers)
-            if seq <= key.newest:
-                continue
-            key.newest = seq
-            key.count += 1
+    def feed(self, found: Block | Sequence[StoredMsg]) -> None:
+        """Take messages, in the order of the log for each subject."""
+        subjects, revision = self._subjects, self._point.revision
+        for name, record in records_of(found):
+            seq, _, _, stored = record
+            headers = decode_stored(stored) if stored else None
             if headers:
-                if seq > revision and replaced_everything(headers):
-                    self.emptied = True
-                elif replaced_all(headers):
-                    self._accounted = max(self._accounted, seq)
-                self.expires = self.expires or shows_expiry(headers)
-            if key.name is not None and seq <= revision:
-                key.entry = entry_of(bucket, key.name, row)
+                self._note(seq, headers)
+            if (subject := subjects.get(name)) is None:
+                if (key := self._key_of(name)) is None and self._gaps is None:
+                    continue
+                replaced = None if headers is None else _replaced(seq, name, headers)
+                # An event has a subject of its own, and replaces nothing.
+                accounts = name.startswith((self._prefix, "_"))
+                subject = subjects[name] = _Subject(key, seq, replaced, accounts)
+            subject.count += 1
+            if seq <= revision:
+                self._last = record if self._last is None else max(self._last, record)
+                if subject.key is not None:
+                    subject.record = record
 
-    def feed_oldest(self, row: Row, count: int) -> None:
-        """Take the oldest of the `count` messages of a key that has none up to the revision."""
-        self.feed((row,))
-        self._keys[row[1]].count = count
+    def _note(self, seq: int, headers: Mapping[str, str]) -> None:
+        if _rolls_up(headers):
+            self._rolled_up = max(self._rolled_up, seq)
+            self._all_rolled_up |= seq > self._point.revision and headers.get(ROLLUP, "").strip().lower() == "all"
+        self.expires |= shows_expiry(headers)
 
-    def knows(self, name: str) -> bool:
-        key = self._keys.get(self._subjects.prefix + name)
-        return key is not None and key.entry is not None
-
-    @property
-    def held(self) -> int:
-        """How many subjects have a message up to the revision."""
-        return sum(key.oldest <= self.revision for key in self._keys.values())
-
-    def uncertain(self, named: Iterable[str]) -> bool:
-        """Whether the answer depends on sequences up to the revision being missing."""
-        absent = any(key.entry is None or key.entry.operation != "PUT" for key in self._keys.values())
-        return absent or any(self._subjects.prefix + name not in self._keys for name in named)
-
-    def _full(self, key: _Key) -> bool:
-        return 0 < self._history <= key.count
-
-    def accounts_for(self) -> int:
-        """Return the sequence up to which the histories of stored keys may explain missing sequences."""
-        # What a history removed of a key was no newer than the revision that its oldest message says it replaced.
-        full = (key.oldest if key.before is None else key.before for key in self._keys.values() if self._full(key))
-        return max(self._accounted, max(full, default=0))
-
-    def verdict(
+    def judge(
         self,
+        end: StreamState,
         *,
-        named: Iterable[str],
-        listed: Iterable[str] = (),
-        wild: bool,
-        missing: bool,
-        lost: bool,
-        expire: bool = False,
-    ) -> Verdict:
-        """Return what is known after everything was fed.
+        history: int | None = None,
+        named: Collection[str] = (),
+        wild: bool = True,
+    ) -> PastContent:
+        """Return what is known, after everything that was stored when the bucket had the state `end`.
 
         Args:
+            end: The state after the last message.
+            history: How many messages the bucket kept of a key at least; None: as many as now.
             named: The keys that the caller named.
-            listed: Keys that match, and existed when the read began.
             wild: The caller gave patterns as well, so that keys may match that nothing names.
-            missing: Messages up to the revision were, or may have been, removed.
-            lost: They may have been messages of keys that are no longer stored.
-            expire: They may have expired, without a marker if a newer message of the key was stored.
         """
-        keys = {key.name: key for key in self._keys.values() if key.name is not None}
-        entries = {name: key.entry for name, key in keys.items() if key.entry is not None}
-        if not missing:
-            return Verdict(entries, (), complete=True, lost=False)
-        gone = {
-            name
-            for name, key in keys.items()
-            if key.entry is None and (key.replaced or (key.before is None and (expire or self._full(key))))
+        keys = {subject.key: subject for subject in self._subjects.values() if subject.key is not None}
+        records = {key: subject.record for key, subject in keys.items() if subject.record is not None}
+        if end.never_removed or (self._gaps is not None and not 0 < self._gaps.lowest <= self._point.revision):
+            return PastContent(records, {})
+        history, reason = history or end.max_msgs_per_subject, self._why_vanished(end)
+        unavailable = {
+            key: Reason.REPLACED
+            for key, subject in keys.items()
+            if subject.record is None
+            and (subject.count >= history if subject.replaced is None else subject.replaced > 0)
         }
-        gone.update(name for name in (*named, *listed) if name not in keys)
-        if lost:
-            # Such a key may have existed and vanished. What is stored of it now may be older or newer than that.
-            doubtful = {name for name in named if name not in entries or entries[name].operation != "PUT"}
-            entries = {name: entry for name, entry in entries.items() if name not in doubtful}
-            gone |= doubtful
-        return Verdict(entries, tuple(sorted(gone)), complete=not wild, lost=wild and lost)
+        for key in named:
+            if key not in keys:
+                unavailable[key] = reason or Reason.NO_MESSAGE
+            elif reason is not None and (key not in records or deletes(records[key])):
+                records.pop(key, None)
+                unavailable.setdefault(key, reason)
+        return PastContent(records, unavailable, reason if wild else None, complete=not wild)
 
-
-def replaced_revision(headers: Mapping[str, str], subject: str) -> int | None:
-    """Return the revision of the key that a message replaced (0: there was none), or None if it does not say.
-
-    Servers store a message with an expectation only if the expectation held.
-    """
-    if replaced_all(headers):
+    def _why_vanished(self, end: StreamState) -> Reason | None:
+        """Return why a key may have existed at the revision and left no message, or None."""
+        point, known, then = self._point, known_since(end), self._point.since
+        if self._last is not None:
+            then = max(then, parse_time(self._last[2]))
+        same_limits = point.is_newest and limits_of(end.config) == limits_of(point.state.config)
+        if not same_limits and (known is None or then < known):
+            return Reason.LIMITS
+        if drops_oldest(end):
+            return Reason.DROPPED
+        oldest = min(known or end.created_at, end.created_at)
+        if self.expires or end.marker_ttl is not None or (end.max_age and oldest + end.max_age < end.now):
+            return Reason.EXPIRED
+        if self._all_rolled_up:
+            return Reason.ROLLED_UP
+        if self._gaps is not None and self._gaps.highest > self._accounted(end.max_msgs_per_subject):
+            return Reason.PURGED
         return None
-    named = headers.get(EXPECTED_LAST_SUBJECT)
-    if named is not None and (named != subject or "\ufffd" in named):  # or not known exactly
-        return None
-    return parse_number(headers.get(EXPECTED_LAST_SUBJECT_SEQ, ""))
+
+    def _accounted(self, history: int) -> int:
+        """Return the sequence up to which newer messages of their subjects may have replaced what is missing."""
+        full = (subject for subject in self._subjects.values() if subject.accounts and subject.count >= history)
+        replaced = (subject.oldest if subject.replaced is None else subject.replaced for subject in full)
+        return max(self._rolled_up, max(replaced, default=0))
 
 
-def replaced_all(headers: Mapping[str, str]) -> bool:
-    """Whether storing a message removed every older one of its key."""
+def deletes(record: Record) -> bool:
+    """Whether a message is a delete marker."""
+    return bool(record[3]) and operation(decode_stored(record[3]))[0] != "PUT"
+
+
+def _rolls_up(headers: Mapping[str, str]) -> bool:
+    """Whether storing a message removed every older one of its subject."""
     return bool(headers.get(ROLLUP, "").strip()) or marker_reason(headers) is not None
 
 
-def replaced_everything(headers: Mapping[str, str]) -> bool:
-    """Whether storing a message removed every older one of the stream."""
-    return headers.get(ROLLUP, "").strip().lower() == "all"
+def _replaced(seq: int, name: str, headers: Mapping[str, str]) -> int | None:
+    """Return the highest sequence that a message can have replaced (0: none), or None if its headers do not say so.
+
+    Servers store a message with an expectation only if the expectation held.
+    """
+    if _rolls_up(headers):
+        return seq - 1
+    expected = headers.get(EXPECTED_LAST_SUBJECT, name)
+    if expected != name or "\ufffd" in expected:  # another subject, or one that is not known exactly
+        return None
+    return parse_number(headers.get(EXPECTED_LAST_SUBJECT_SEQ, ""))
 
 
 def shows_expiry(headers: Mapping[str, str]) -> bool:

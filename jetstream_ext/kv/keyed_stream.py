@@ -20,12 +20,12 @@ from jetstream_ext.client.api import (
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import RequestTimeoutError, StreamConfigMismatchError
-from jetstream_ext.kv.entries import Subjects
-from jetstream_ext.kv.proved_read import ProvedReader
-from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.kv.entries import EVERYTHING, Subjects
+from jetstream_ext.protocol.api import StreamState, parse_stream_state
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import json_number
-from jetstream_ext.protocol.subjects import anything, is_literal
+from jetstream_ext.protocol.options import reads_subject
+from jetstream_ext.protocol.subjects import anything, covers, is_literal
 from jetstream_ext.ttl import marker_reason
 
 
@@ -49,6 +49,19 @@ class KeyedStream:
         self.what: str = what or f"stream {stream!r}"
         self.context: Context = Context(js)
         self.timeout: float = self.context.resolve_timeout(timeout)
+
+    async def count_keys(self, pattern: str) -> tuple[StreamState, int]:
+        """Return the state of the stream, and how many of its keys match a pattern."""
+        request = {"subjects_filter": self.subject(pattern), "offset": 1 << 40}  # beyond the last name
+        with self.not_found():
+            answer = await Api(self.context, self.timeout).stream(self.stream, request)
+        with malformed_as_error(self.what):
+            return parse_stream_state(answer, self.stream), json_number(answer.get("total") or 0, "total")
+
+    def only_keys(self, state: StreamState) -> bool:
+        """Whether the stream stores nothing but its keys, apart from messages that only carry expectations."""
+        every, apart = self.subject(EVERYTHING), reads_subject(self.stream)
+        return all(covers(every, subject) for subject in state.subjects if subject != apart)
 
     def replace_prefix(self, prefix: str) -> None:
         self.prefix = prefix
@@ -142,10 +155,6 @@ class KeyedStream:
     def not_found(self) -> Iterator[None]:
         """Do nothing; a bucket translates the error of a stream that does not exist."""
         yield
-
-    def reader(self, need: int) -> ProvedReader:
-        """Return proved reads; `need` is the leader's last sequence when the call began."""
-        return ProvedReader(self.context, self.stream, self.timeout, need=need, what=self.what)
 
     async def get_at_leader(self, **request: object) -> StoredMsg | None:
         with self.not_found():

@@ -29,15 +29,16 @@ from jetstream_ext.errors import RequestTimeoutError, TooManySubjectsError
 from jetstream_ext.kv.entries import EVERYTHING, updates_of
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.limits import limits_of
-from jetstream_ext.kv.proved_read import Answer, ProvedReader
+from jetstream_ext.kv.proved_read import ProvedReader
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg, stored_block
 from jetstream_ext.protocol.headers import is_inside_batch
-from jetstream_ext.protocol.subjects import can_be_asked_for, is_literal, matcher
+from jetstream_ext.protocol.subjects import can_be_asked_for, matcher
 from jetstream_ext.protocol.table import Content, Update, each
 
 _T = TypeVar("_T")
 
+# With so many messages per key, reading the keys by name costs less than reading the whole log.
 _DEEP: Final = 3
 # Keys per request. Servers answer for 1024 subjects; if one answers for fewer, the chunk is halved.
 _CHUNK: Final = 1_000
@@ -45,16 +46,6 @@ _CHUNK_BYTES: Final = 128 * 1024
 _CHUNKS_IN_FLIGHT: Final = 3
 # Of more keys than this, listing them costs more than reading the log: the server sorts all of them for each page.
 _MOST_LISTED: Final = 100_000
-
-
-def is_deep(state: StreamState) -> bool:
-    """Whether a bucket has so many messages per key that reading the keys by name costs less than reading the whole log."""
-    return state.messages >= _DEEP * state.num_subjects
-
-
-def proved_reader(source: KeyedStream, state: StreamState, *, need: int | None = None) -> ProvedReader:
-    """Return proved reads of what the stream had in a state, or has now; or of what it had at a sequence `need`."""
-    return source.reader(state.last_seq if need is None else need)
 
 
 class LimitsChangedError(Exception):
@@ -101,37 +92,29 @@ def empty_content(state: StreamState) -> Content:
     )
 
 
-async def read_now(
-    source: KeyedStream, patterns: list[str], state: StreamState, *, wanted: Callable[[str], bool] | None = None
-) -> Present:
-    """Return what is stored now of the keys that match `patterns`; `state` is the stream's state before.
-
-    `wanted` chooses among these keys; None takes all.
-    """
-    reader, subjects = proved_reader(source, state), source.subjects(wanted or matcher(patterns))
-    content = empty_content(state)
+async def read_now(source: KeyedStream, patterns: list[str], state: StreamState) -> Present:
+    """Return what is stored now of the keys that match `patterns`; `state` is the stream's state before."""
+    reader, subjects = ProvedReader(source, state.last_seq), source.subjects(matcher(patterns))
+    content, newest = empty_content(state), None
 
     def take(found: Block | Sequence[StoredMsg]) -> None:
         content.feed(updates_of(found, subjects))
 
     end, log_from = state, state.last_seq
-    answer = await _read_at_once(source, reader, patterns, state)
-    newest: StoredMsg | None = None
-    if answer is not None:
-        take(answer.block)
-        newest = answer.block.message(-1) if len(answer.block) else None
-        if newest is not None and newest.seq >= answer.up_to_seq and is_inside_batch(stored_block(newest)):
-            answer, log_from = None, newest.seq  # the rest of the batch may just be being stored
+    at_once = await _read_at_once(source, reader, patterns, state)
+    if at_once is not None:
+        block, up_to_seq = at_once
+        take(block)
+        newest = block.message(-1) if len(block) else None
+        if newest is not None and newest.seq >= up_to_seq and is_inside_batch(stored_block(newest)):
+            at_once, log_from = None, newest.seq  # the rest of the batch may just be being stored
+    elif _by_log(source, patterns, state) or (names := await list_keys(source, patterns)) is None:
+        keys = None if source.only_keys(state) else source.subject(EVERYTHING)
+        async for block in reader.log(state.lowest_seq, state.last_seq, subject=keys):
+            take(block)
     else:
-        names = None
-        if patterns != [EVERYTHING] or is_deep(state):
-            names = await list_keys(source, patterns)
-        if names is None:
-            async for block in reader.log(state.lowest_seq, state.last_seq):
-                take(block)
-        else:
-            await read_by_name(source, reader, names, take)
-    if answer is None:
+        await read_by_name(source, reader, names, take)
+    if at_once is None:
         newest = await reader.catch_up(log_from, take) or newest
         # What expired meanwhile may have been stored for the first replies and gone for the last ones.
         end = await check_end(source, state)
@@ -145,6 +128,11 @@ async def read_now(
     if newest is not None and newest.seq > state.last_seq:
         content.revision, time = newest.seq, newest.time
     return Present(content, time, end)
+
+
+def _by_log(source: KeyedStream, patterns: list[str], state: StreamState) -> bool:
+    """Whether reading the whole log costs less than listing the keys and reading them by name."""
+    return patterns == [EVERYTHING] and source.only_keys(state) and state.messages < _DEEP * state.num_subjects
 
 
 async def last_of_keys(source: KeyedStream, reader: ProvedReader, keys: Sequence[str]) -> dict[str, Update]:
@@ -163,23 +151,17 @@ async def last_of_keys(source: KeyedStream, reader: ProvedReader, keys: Sequence
     return found
 
 
-async def stored_keys(source: KeyedStream, reader: ProvedReader, patterns: Sequence[str]) -> set[str]:
-    """Return the keys that match patterns and have a message during the whole call; perhaps others that have one meanwhile."""
-    names = set(await source.list_keys([pattern for pattern in patterns if not is_literal(pattern)]))
-    return names.union(await last_of_keys(source, reader, [pattern for pattern in patterns if is_literal(pattern)]))
-
-
 async def _read_at_once(
     source: KeyedStream, reader: ProvedReader, patterns: list[str], state: StreamState
-) -> Answer | None:
-    """Return the answer to one request for everything, or None if one answer does not have room for it."""
+) -> tuple[Block, int] | None:
+    """Return the answer to one request for everything and what its responder had; None if one answer has no room for it."""
     if len(_chunks(source, patterns)) > 1 or (patterns == [EVERYTHING] and state.num_subjects > _CHUNK):
         return None
     try:
-        answer = await reader.last_of([source.subject(pattern) for pattern in patterns])
+        block, end = await reader.last_of([source.subject(pattern) for pattern in patterns])
     except TooManySubjectsError:
         return None
-    return None if answer.pending else answer
+    return None if end.num_pending else (block, end.up_to_seq or 0)
 
 
 async def list_keys(source: KeyedStream, patterns: list[str]) -> list[str] | None:
@@ -192,12 +174,15 @@ async def read_from_any(
     source: KeyedStream, keys: Sequence[str], need: int, take: Callable[[Block | Sequence[StoredMsg]], None]
 ) -> list[str]:
     """Read the last message of each of `keys` from replicas that show to have the sequence `need`; return the other keys."""
-    reader = source.reader(need)
+    reader = ProvedReader(source, need)
 
     async def read(chunk: Sequence[str]) -> Sequence[str]:
-        block = await reader.last_from_any([source.subject(key) for key in chunk])
-        if block is None:
+        try:
+            block, end = await reader.last_of([source.subject(key) for key in chunk], proved=False)
+        except TooManySubjectsError:
             return chunk
+        if block.stream != source.stream or (end.up_to_seq or 0) < need or end.num_pending:
+            return chunk  # answers without messages name no stream
         take(block)
         return ()
 
@@ -211,46 +196,35 @@ async def read_by_name(
     take: Callable[[Block | Sequence[StoredMsg]], None],
     *,
     up_to: int | None = None,
-) -> None:
-    """Read the last message of each of `keys` (up to the revision `up_to`), in parts that are each of one moment if possible.
+) -> int:
+    """Read the last message of each of `keys` (up to the revision `up_to`); return in how many replies.
 
-    Messages of other keys may be among them.
+    Each reply is of one moment. Messages of other keys may be among them.
     """
 
-    async def read(chunk: Sequence[str]) -> None:
+    async def read(chunk: Sequence[str]) -> int:
         alone = len(chunk) == 1
-        in_flight = None if alone else _CHUNKS_IN_FLIGHT
         subjects = [source.subject(key) for key in chunk]
         try:
-            answer = await reader.last_of(subjects, up_to=up_to, in_flight=in_flight)
+            block, end = await reader.last_of(subjects, up_to=up_to, in_flight=None if alone else _CHUNKS_IN_FLIGHT)
         except TooManySubjectsError:
             if alone:
                 raise
         else:
-            take(answer.block)
-            if not answer.pending or up_to is not None:
-                return
-            found = set(answer.block.subjects)
+            take(block)
+            if not end.num_pending or up_to is not None:
+                return 1
+            found = set(block.subjects)
             chunk = [key for key in chunk if source.subject(key).encode() not in found]
         half = len(chunk) // 2
-        for part in (chunk[:half], chunk[half:]):
-            if part:
-                await read(part)
+        return 1 + sum([await read(part) for part in (chunk[:half], chunk[half:]) if part])
 
-    await gather_bounded(read, _chunks(source, keys), limit=_CHUNKS_IN_FLIGHT)
+    return sum(await gather_bounded(read, _chunks(source, keys), limit=_CHUNKS_IN_FLIGHT))
 
 
 def _chunks(source: KeyedStream, keys: Sequence[str]) -> list[Sequence[str]]:
     """Split `keys` into chunks that each fit into one request."""
     room = min(_CHUNK_BYTES, source.context.connection.max_payload // 4)
-    each = len(source.prefix) + 3  # with its quotes and comma
-    chunks: list[Sequence[str]] = []
-    start = size = 0
-    for index, key in enumerate(keys):
-        size += len(key) + each
-        if index - start >= _CHUNK or (size > room and index > start):
-            chunks.append(keys[start:index])
-            start, size = index, len(key) + each
-    if start < len(keys):
-        chunks.append(keys[start:])
-    return chunks
+    longest = len(source.prefix) + max(map(len, keys), default=0) + 3  # with its quotes and comma
+    size = max(1, min(_CHUNK, room // longest))
+    return [keys[start : start + size] for start in range(0, len(keys), size)]

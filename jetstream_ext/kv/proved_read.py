@@ -8,21 +8,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from jetstream_ext.client.api import (
-    Api,
-    gather_bounded,
-    get_at_leader,
-    malformed_as_error,
-    newest_up_to,
-    stream_state,
-)
-from jetstream_ext.client.connection import Context
+from jetstream_ext.client.api import gather_bounded, get_at_leader, newest_up_to, stream_state
 from jetstream_ext.client.direct_reader import link_of, read_blocks
-from jetstream_ext.errors import RequestTimeoutError, TooManySubjectsError
+from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, stored_block
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, EndOfBatch, Request, StoredMsg, stored_block
 from jetstream_ext.protocol.headers import BATCH_ID, decode_stored, is_inside_batch
-from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
 from jetstream_ext.text import counted
 
@@ -40,15 +32,6 @@ _SLOWER: Final = 0.9
 
 def _batch_id(message: StoredMsg) -> str | None:
     return decode_stored(stored_block(message)).get(BATCH_ID)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The last messages of some subjects, as of one moment."""
-
-    block: Block
-    pending: int  # how many more messages match
-    up_to_seq: int  # the newest sequence of the responder
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,59 +55,40 @@ class Piece:
 class ProvedReader:
     """The proved reads of one call; see `DirectGet.scan` for their errors.
 
-    A responder must have the sequence `need`: the leader's last one when the read began, or the reader's own write. Errors of
-    the call itself name what is read: `what`, or else the stream.
+    A responder must have the sequence `need`: the leader's last one when the read began, or the reader's own write.
     """
 
-    def __init__(self, context: Context, stream: str, timeout: float, *, need: int, what: str = "") -> None:
-        self._context = context
-        self._stream = stream
-        self._timeout = timeout
+    def __init__(self, source: KeyedStream, need: int) -> None:
+        self._source = source
+        self._context = source.context
+        self._stream = source.stream
+        self._timeout = source.timeout
         self._need = need
-        self._what = what or f"stream {stream!r}"
-        self.replies: int = 0
-        """How many answers were read. Those of one reply are all of the stream that has the name at that moment."""
-        self.end: StreamState = StreamState(stream, "", {})
+        self.end: StreamState = StreamState(source.stream, "", {})
         """What the leader said when `follow` or `catch_up` asked it last."""
 
-    async def last_of(self, subjects: Sequence[str], *, up_to: int | None = None, in_flight: int | None = 1) -> Answer:
+    async def last_of(
+        self, subjects: Sequence[str], *, up_to: int | None = None, in_flight: int | None = 1, proved: bool = True
+    ) -> tuple[Block, EndOfBatch]:
         """Return the last message of every subject that matches one of `subjects`, all of one moment.
 
         With `up_to`, it is the moment when the stream reached this sequence. Otherwise the answer is no longer than the
-        connection carries with so many `in_flight`, and `Answer.pending` counts the rest; None does not limit it.
+        connection carries with so many `in_flight` (None: no limit), and its end counts the rest. Without `proved`, it is of
+        the first responder, and its `EndOfBatch.up_to_seq` says what that has.
 
         Raises:
             TooManySubjectsError: The subjects match too many.
         """
         max_bytes = _NO_LIMIT if in_flight is None else self._room(in_flight)
         request = Request(multi_last=tuple(subjects), up_to_seq=up_to, max_bytes=max_bytes)
-        plan = MultiLast(request, need=self._need, paged=up_to is not None)
+        plan = MultiLast(request, need=self._need if proved else None, paged=up_to is not None)
         block = await self._joined(plan)
         assert plan.end is not None
-        return Answer(block, plan.end.num_pending, plan.end.up_to_seq or 0)
-
-    async def last_from_any(self, subjects: Sequence[str]) -> Block | None:
-        """As `last_of`, from the first responder and without the leader; None if its answer does not show that it has `need`.
-
-        Answers without messages do not show that.
-        """
-        plan = MultiLast(Request(multi_last=tuple(subjects), max_bytes=self._room(1)), paged=False)
-        try:
-            block = await self._joined(plan)
-        except TooManySubjectsError:
-            return None
-        assert plan.end is not None
-        shown = block.stream == self._stream and (plan.end.up_to_seq or 0) >= self._need
-        return block if shown and not plan.end.num_pending else None
+        return block, plan.end
 
     async def newest_up_to(self, seq: int, first: int) -> StoredMsg | None:
         """Return the newest message up to `seq` that the leader still has, or None; `first` is the lowest sequence."""
         return await newest_up_to(self._at_leader, seq, first)
-
-    async def oldest_of(self, subject: str) -> tuple[StoredMsg, int] | None:
-        """Return the oldest message of a subject and the number of its messages, or None if it has none."""
-        oldest = await self._at_leader(Request(seq=1, next_by_subj=subject))
-        return None if oldest is None else (oldest, await self._count_at_leader(subject))
 
     async def log(self, first: int, last: int, *, subject: str | None = None) -> AsyncGenerator[Block, None]:
         """Yield the messages from sequence `first` to `last` in order; the leader proves that they are complete.
@@ -137,7 +101,6 @@ class ProvedReader:
         plan.prove(last)
         async with self._blocks(plan) as blocks:
             async for block in blocks:
-                self.replies += 1
                 yield block
 
     async def catch_up(self, position: int, take: Callable[[Block | list[StoredMsg]], None]) -> StoredMsg | None:
@@ -161,7 +124,7 @@ class ProvedReader:
                 leader = self.end.last_seq
                 if start is not None and (position - start[0]) * _SLOWER < leader - start[1]:
                     raise RequestTimeoutError(
-                        f"{self._what}: {counted(leader - position, 'message')} still unread, because messages are stored "
+                        f"{self._source.what}: {counted(leader - position, 'message')} still unread, because messages are stored "
                         f"faster than this read returns them (for {self._timeout / 2:g} s); repeat the call when fewer are stored, or read "
                         "fewer keys with get_many"
                     )
@@ -204,7 +167,6 @@ class ProvedReader:
         """Return messages after `position`, and whether there are more or they have passed the sequence `leader`."""
         found = await self._next_at_leader(position, leader - position) if 0 < leader - position <= _FEW else None
         if found is not None and not any("\ufffd" in message.subject for message in found):  # otherwise see `Block`
-            self.replies += 1
             due = [message for message in found if message.seq <= leader]
             if not found or len(due) == leader - position:  # no reply has passed the last one
                 return due, False
@@ -246,7 +208,6 @@ class ProvedReader:
             async for block in blocks:
                 joined.stream = block.stream
                 joined.extend(block)
-        self.replies += 1
         return joined
 
     def _blocks(self, plan: Plan) -> contextlib.aclosing[AsyncGenerator[Block, None]]:
@@ -266,13 +227,6 @@ class ProvedReader:
         found = await gather_bounded(find, seqs, limit=MAX_LEADER_REQUESTS)
         by_seq = {message.seq: message for message in found if message is not None}
         return [by_seq[seq] for seq in sorted(by_seq)]
-
-    async def _count_at_leader(self, subject: str) -> int:
-        api = Api(self._context, self._timeout)
-        answer = await api.stream(self._stream, {"subjects_filter": subject})
-        with malformed_as_error(f"stream {self._stream!r}"):
-            # If the messages have been removed meanwhile, there may have been any number of them.
-            return json_number((answer["state"].get("subjects") or {}).get(subject, _NO_LIMIT), "subjects")
 
     def _room(self, in_flight: int) -> int:
         return min(DEFAULT_MAX_BYTES, link_of(self._context.connection).room(in_flight))

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import first_since, gather_bounded, settled_state, wait_for_sequence
-from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError
-from jetstream_ext.kv.bucket import LOOKUPS_IN_FLIGHT, Bucket
+from jetstream_ext.client.api import first_since, gather_bounded, wait_for_sequence
+from jetstream_ext.errors import HistoryUnavailableError
+from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import (
     EVERYTHING,
     KeyValueEntry,
     KeyValueSnapshot,
-    Row,
-    Subjects,
     check_filters,
     check_keys,
     entry_of_record,
-    row_of,
-    rows_of,
     updates_of,
 )
-from jetstream_ext.kv.history import Past, Verdict
-from jetstream_ext.kv.limits import drops_oldest, known_since, limits_of
+from jetstream_ext.kv.history import Past, PastContent, Reason, ResolvedRevision, deletes
 from jetstream_ext.kv.present import (
-    Present,
     check_end,
-    is_deep,
-    list_keys,
-    proved_reader,
     read_by_name,
     read_from_any,
     read_now,
@@ -45,14 +35,15 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.loss import Gaps
 from jetstream_ext.protocol.options import check_sequence, rfc3339
-from jetstream_ext.protocol.subjects import can_be_asked_for, is_literal, matcher
+from jetstream_ext.protocol.subjects import is_literal, matcher
 from jetstream_ext.protocol.table import Content, Record
 
-# A log of so many messages and bytes is read completely: that costs less than an answer with unavailable keys.
-_SMALL_LOG: Final = 16_000
-_SMALL_BYTES: Final = 64 << 20
 # So many messages of the log cost as much as looking up the last message of one key up to some revision.
 _ROWS_PER_LOOKUP: Final = 40
+# Of a bucket with more messages or bytes, only what matches is read.
+_SMALL_LOG: Final = 16_000
+_SMALL_BYTES: Final = 64 << 20
+_READS_AT_ONCE: Final = 8
 _MICROSECOND: Final = timedelta(microseconds=1)
 
 
@@ -104,7 +95,7 @@ async def get_many(
 
     Requires: nats-server 2.11, ``allow_direct``, permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
     """
-    wanted = check_keys(keys)
+    wanted = list(check_keys(keys))
     if min_revision is not None:
         if at is not None:
             raise ValueError("give at or min_revision, not both")
@@ -112,26 +103,31 @@ async def get_many(
     bucket = Bucket(kv, timeout)
     with bucket.not_found():
         if at is None:
-            content, left = Content(), list(wanted)
+            found = await _read_keys(bucket, wanted, min_revision)
+        else:
+            known, point = await _read_past(bucket, wanted, at)
+            _check(bucket, point, known)
+            found = {key: record for key, record in known.records.items() if not deletes(record)}
+    return {key: entry_of_record(bucket.name, key, record) for key in wanted if (record := found.get(key)) is not None}
 
-            def take(found: Block | Sequence[StoredMsg]) -> None:
-                content.feed(updates_of(found, bucket.subjects(wanted.__contains__)))
 
-            if min_revision is not None:
-                left = await read_from_any(bucket, left, min_revision, take)
-            if left:
-                state = await bucket.readable_state()
-                if min_revision is not None and state.last_seq < min_revision:
-                    await wait_for_sequence(bucket.context, bucket.stream, min_revision, bucket.timeout)
-                source = proved_reader(bucket, state, need=min_revision)
-                await read_by_name(bucket, source, left, take)
-                if source.replies > 1:
-                    await bucket.check_same(state)
-            held = content.values
-            return {key: entry_of_record(bucket.name, key, held[key]) for key in wanted if key in held}
-        verdict, _ = await _read_past(bucket, wanted.__contains__, list(wanted), at, strict=True)
-    found = _without_deleted(verdict.entries)
-    return {key: entry for key in wanted if (entry := found.get(key)) is not None}
+async def _read_keys(bucket: Bucket, keys: list[str], min_revision: int | None) -> dict[str, Record]:
+    """Return the values of `keys` now, from replicas that have what the leader has, or `min_revision`."""
+    content, wanted = Content(), frozenset(keys).__contains__
+
+    def take(found: Block | Sequence[StoredMsg]) -> None:
+        content.feed(updates_of(found, bucket.subjects(wanted)))  # a mirror's prefix is known once its state is
+
+    if min_revision is not None:
+        keys = await read_from_any(bucket, keys, min_revision, take)
+    if keys:
+        state = await bucket.readable_state()
+        if min_revision is not None and state.last_seq < min_revision:
+            await wait_for_sequence(bucket.context, bucket.stream, min_revision, bucket.timeout)
+        replies = await read_by_name(bucket, ProvedReader(bucket, min_revision or state.last_seq), keys, take)
+        if replies > 1:
+            await bucket.check_same(state)
+    return content.values
 
 
 async def snapshot(
@@ -178,70 +174,28 @@ async def snapshot(
             present = await read_under_the_same_limits(
                 bucket, bucket.readable_state, lambda state: read_now(bucket, patterns, state)
             )
-            return _snapshot(bucket, present, include_deletes=include_deletes)
-        verdict, point = await _read_past(bucket, matcher(patterns), patterns, at, strict=strict)
-    entries = verdict.entries if include_deletes else _without_deleted(verdict.entries)
+            content = present.content
+            return KeyValueSnapshot(
+                {**content.values, **(content.deleted if include_deletes else {})},
+                bucket=bucket.name,
+                revision=content.revision,
+                time=present.time,
+            )
+        known, point = await _read_past(bucket, patterns, at, strict=strict)
+    if strict:
+        _check(bucket, point, known)
+    records = known.records
     return KeyValueSnapshot(
-        {**entries},
+        {key: record for key, record in records.items() if include_deletes or not deletes(record)},
         bucket=bucket.name,
         revision=point.revision,
         time=point.time,
-        unavailable=verdict.unavailable,
-        complete=verdict.complete,
+        unavailable=tuple(sorted(known.unavailable)),
+        complete=known.complete,
     )
-
-
-def _snapshot(bucket: Bucket, present: Present, *, include_deletes: bool) -> KeyValueSnapshot:
-    content = present.content
-    held: dict[str, KeyValueEntry | Record] = {**content.values, **(content.deleted if include_deletes else {})}
-    return KeyValueSnapshot(held, bucket=bucket.name, revision=content.revision, time=present.time)
-
-
-async def read_present(
-    bucket: Bucket, point: ResolvedRevision, keys: Sequence[str], *, include_deletes: bool
-) -> KeyValueSnapshot:
-    """Return what the bucket of `point` holds now of `keys`, which clients may refuse."""
-    patterns, wanted = list(keys) if all(map(can_be_asked_for, keys)) else [EVERYTHING], frozenset(keys).__contains__
-    present = await read_under_the_same_limits(
-        bucket, lambda: state_since(bucket, point), lambda state: read_now(bucket, patterns, state, wanted=wanted)
-    )
-    return _snapshot(bucket, present, include_deletes=include_deletes)
-
-
-async def state_since(bucket: Bucket, point: ResolvedRevision) -> StreamState:
-    """Return the state of the bucket in which `point` was resolved.
-
-    Raises StreamRecreatedError if it is another one now, and RequestTimeoutError if its leader does not have the revision.
-    """
-
-    async def look() -> StreamState:
-        return await bucket.check_same(point.state, await bucket.readable_state())
-
-    state = await settled_state(look, point.revision, bucket.timeout)
-    if state.last_seq < point.revision:
-        raise RequestTimeoutError(
-            f"bucket {bucket.name!r}: its leader ends at revision {state.last_seq} and did not reach {point.revision} within "
-            f"{bucket.timeout:.4g} s, so it has lost its last messages or still has to catch up; repeat the read"
-        )
-    return state
-
-
-def _without_deleted(entries: dict[str, KeyValueEntry]) -> dict[str, KeyValueEntry]:
-    return {key: entry for key, entry in entries.items() if entry.operation == "PUT"}
 
 
 # -- the past ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedRevision:
-    """What the `at` of a caller means."""
-
-    revision: int
-    time: datetime
-    since: datetime  # a time at which it was the newest revision, or an earlier one
-    is_newest: bool  # the caller asked for the newest revision of `state`
-    state: StreamState  # of the bucket, when the leader was asked
 
 
 async def resolve_revision(bucket: Bucket, state: StreamState, at: int | datetime) -> ResolvedRevision:
@@ -249,17 +203,17 @@ async def resolve_revision(bucket: Bucket, state: StreamState, at: int | datetim
     if isinstance(at, datetime):
         rfc3339(at, "at")
         when = at.astimezone(UTC)
-        return ResolvedRevision(await _revision_at(bucket, state, when), when, when, is_newest=False, state=state)
+        return ResolvedRevision(await _revision_at(bucket, state, when), when, when, state)
     if isinstance(at, bool) or not isinstance(at, int):
         raise TypeError(f"at must be a revision or a datetime, not {type(at).__name__}")
     if check_sequence(at, "at") > state.last_seq:
         raise ValueError(f"bucket {bucket.name!r} has no revision {at} yet; its last is {state.last_seq}")
     if at == state.last_seq:
-        return ResolvedRevision(at, state.last_time, state.now, is_newest=True, state=state)
+        return ResolvedRevision(at, state.last_time, state.now, state)
     message = await bucket.get_at_leader(seq=at, next_by_subj=">")
     time = state.last_time if message is None else message.time
     exact = message is not None and message.seq == at
-    return ResolvedRevision(at, time, time if exact else state.created_at, is_newest=False, state=state)
+    return ResolvedRevision(at, time, time if exact else state.created_at, state)
 
 
 async def _revision_at(bucket: Bucket, state: StreamState, when: datetime) -> int:
@@ -278,232 +232,105 @@ async def _revision_at(bucket: Bucket, state: StreamState, when: datetime) -> in
 
 
 async def _read_past(
-    bucket: Bucket, wanted: Callable[[str], bool], patterns: list[str], at: int | datetime, *, strict: bool
-) -> tuple[Verdict, ResolvedRevision]:
-    """Return what is known of `at`; with `strict`, raise HistoryUnavailableError unless that is everything."""
+    bucket: Bucket, patterns: list[str], at: int | datetime, *, strict: bool = True
+) -> tuple[PastContent, ResolvedRevision]:
+    """Return what is known of the keys that match `patterns` at `at`."""
 
-    async def judge(state: StreamState) -> tuple[Verdict, ResolvedRevision, StreamState]:
+    async def read(state: StreamState) -> tuple[PastContent, ResolvedRevision]:
         point = await resolve_revision(bucket, state, at)
         if point.revision > state.last_seq:
             state = await bucket.readable_state()  # `_revision_at` has waited for that time
-        return await _judge_past(bucket, bucket.subjects(wanted), patterns, state, point), point, state
+        known = PastContent({}, {}) if point.revision < state.lowest_seq else None
+        if known is None and point.is_newest:
+            known = await _read_newest(bucket, patterns, state, point)
+        if known is None and all(map(is_literal, patterns)):
+            known = await _read_named(bucket, patterns, state, point)
+        return known or await _read_log(bucket, patterns, state, point, strict=strict), point
 
-    verdict, point, state = await read_under_the_same_limits(bucket, bucket.readable_state, judge)
-    what, keys = f"bucket {bucket.name!r} at revision {point.revision}", verdict.unavailable
-    if strict and keys:
-        shown = ", ".join(map(repr, keys[:5])) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
-        raise HistoryUnavailableError(
-            f"{what}: the history needed for {shown} is no longer stored; keep more history, or leave such keys out with "
-            "snapshot(strict=False)",
-            keys=keys,
-        )
-    if strict and verdict.lost:
-        unknown = ""
-        if known_since(state) is None:
-            unknown = (
-                ", and it is not known since when the bucket's limits hold (`await jetstream_ext.kv.enable(kv)` or "
-                f"'{advice.enable_bucket_command(bucket.name)}' records that for later reads)"
-            )
-        raise HistoryUnavailableError(
-            f"{what}: keys may be missing, because messages up to this revision may have expired or been purged"
-            f"{unknown}; snapshot(strict=False) returns the rest"
-        )
-    return verdict, point
+    return await read_under_the_same_limits(bucket, bucket.readable_state, read)
 
 
-async def read_names(bucket: Bucket, point: ResolvedRevision, keys: Sequence[str], *, wild: bool) -> Verdict:
-    """Return what is known of `keys` at a revision that was resolved earlier, perhaps by another process.
-
-    With `wild`, the verdict says as well whether keys that are not among them may have been lost.
-
-    Raises StreamRecreatedError, or as `snapshot` does.
-    """
-    subjects = bucket.subjects(frozenset(keys).__contains__)
-
-    async def judge(state: StreamState) -> Verdict:
-        return await _judge(
-            bucket, proved_reader(bucket, state), subjects, state, point, named=keys, names=keys, wild=wild
-        )
-
-    return await read_under_the_same_limits(bucket, lambda: state_since(bucket, point), judge)
+async def _read_newest(
+    bucket: Bucket, patterns: list[str], state: StreamState, point: ResolvedRevision
+) -> PastContent | None:
+    """Return what the bucket holds now, or None if something was stored since the revision was the newest one."""
+    content = (await read_now(bucket, patterns, state)).content
+    return PastContent({**content.values, **content.deleted}, {}) if content.revision == point.revision else None
 
 
-async def _judge_past(
-    bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, point: ResolvedRevision
-) -> Verdict:
-    source = proved_reader(bucket, state)
-    named = [pattern for pattern in patterns if is_literal(pattern)]
-    wild = len(named) < len(patterns)
-    names: list[str] | None = named
-    if wild and point.revision >= state.lowest_seq:
-        log = _is_small(state) or (patterns == [EVERYTHING] and not is_deep(state))
-        names = None if log else await list_keys(bucket, patterns)
-    return await _judge(bucket, source, subjects, state, point, named=named, names=names, wild=wild)
-
-
-async def _judge(
-    bucket: Bucket,
-    source: ProvedReader,
-    subjects: Subjects,
-    state: StreamState,
-    point: ResolvedRevision,
-    *,
-    named: Sequence[str],
-    names: Sequence[str] | None,
-    wild: bool,
-) -> Verdict:
-    """Return what is known of a revision, by the `names` of keys (None: from the whole log).
-
-    `named` are the keys that the caller named, and with `wild` there are patterns as well.
-    """
-    past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
-    if point.revision < state.lowest_seq:
-        await check_end(bucket, state)
-        return past.verdict(named=(), wild=False, missing=False, lost=False)
-    missing, unexplained = 0, False
-    if names is not None:
-        known = await _feed_by_name(bucket, source, names, state, past)
-        if known is not None:
-            missing = known
-        elif wild or past.uncertain(names):
-            missing = point.revision if await _any_removed(bucket, source, state, point.revision) else 0
-        if missing and _is_small(state):
-            # Only the whole log shows whether the histories of other keys account for what is missing.
-            past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
-            names = None
-    if names is None:
-
-        def take(found: Block | list[StoredMsg]) -> None:
-            past.feed(rows_of(found), log=True)
-
-        up_to_revision = Gaps(state.lowest_seq, point.revision)
-
-        def note(block: Block) -> None:
-            up_to_revision.add(block.seqs)
-            take(block)
-
-        gaps = await _read_log(source, state.lowest_seq, state.last_seq, note)
-        await source.catch_up(state.last_seq, take)
-        up_to_revision.close()
-        missing = up_to_revision.highest
-        if point.is_newest and past.held >= point.state.num_subjects:
-            missing = 0  # what is missing was missing when the revision was the newest one
-        # A gap above the revision may be the delete marker of a key that existed (`purge_deletes`).
-        unexplained = gaps.highest > past.accounts_for()
+async def _read_named(
+    bucket: Bucket, keys: list[str], state: StreamState, point: ResolvedRevision
+) -> PastContent | None:
+    """Return what is known of `keys`; None if they do not all have a value that is still stored, and messages were removed."""
+    reader = ProvedReader(bucket, state.last_seq)
+    newest = await last_records(bucket, reader, keys)
+    records = {key: record for key, record in newest.items() if record[0] <= point.revision}
+    later = [key for key in newest if key not in records]
+    if len(later) * _ROWS_PER_LOOKUP > state.messages:
+        return None  # the log costs less
+    records |= await last_records(bucket, reader, later, up_to=point.revision)
     end = await check_end(bucket, state)
-    if point.is_newest and end.last_seq == point.revision:
-        # A key that expires without a marker while the revision is the newest one both existed at it and did not.
-        return past.verdict(named=(), wild=wild, missing=missing > 0, lost=False)
-    expire = may_expire(end, past)
-    return past.verdict(
-        named=named,
-        listed=names or (),
-        wild=wild,
-        missing=missing > 0,
-        lost=unexplained or past.emptied or may_have_vanished(end, past, point, expire=expire),
-        expire=expire,
-    )
+    settled = end.never_removed or (len(records) == len(keys) and not any(map(deletes, records.values())))
+    return PastContent(records, {}) if settled else None
 
 
-def _is_small(state: StreamState) -> bool:
-    return state.messages <= _SMALL_LOG and state.size <= _SMALL_BYTES
-
-
-def may_expire(end: StreamState, past: Past) -> bool:
-    """Whether messages may have expired, as far as the bucket's limits and messages show."""
-    if past.expires or end.marker_ttl is not None:
-        return True
-    since = known_since(end) or end.created_at
-    return end.max_age is not None and min(end.created_at, since) + end.max_age < end.now
-
-
-def may_have_vanished(end: StreamState, past: Past, point: ResolvedRevision, *, expire: bool) -> bool:
-    """Whether a limit may have removed all messages of a key since, and the key left no marker."""
-    since, stored = known_since(end), max(point.since, past.since or point.since)
-    if point.is_newest and limits_of(end.config) == limits_of(point.state.config):
-        since = min(since or point.since, point.since)
-    if since is None or stored < since or drops_oldest(end):
-        return True
-    markers_stay = min(end.marker_ttl or timedelta(0), end.max_age or timedelta.max)
-    return expire and end.now - stored >= markers_stay  # else the markers of all that expired since are still stored
-
-
-async def _feed_by_name(
-    bucket: Bucket, source: ProvedReader, names: Sequence[str], state: StreamState, past: Past
-) -> int | None:
-    """Feed what decides about each of `names`; return the highest sequence up to the revision that is missing, if known.
-
-    That is the key's last message if it is old enough, else its last one up to the revision, else its oldest.
-    """
-    revision, first = past.revision, state.lowest_seq
-    last = await read_newest(bucket, source, names, revision, past.feed)
-    missing: int | None = None
-    if min(revision - first, state.messages) <= _ROWS_PER_LOOKUP * len(last):
-        gaps = await _read_log(source, first, revision, lambda block: past.feed(rows_of(block)))
-        missing = gaps.highest
-    else:
-        await read_earlier(bucket, source, list(last), revision, past.feed)
-
-    async def feed_oldest(key: str) -> None:
-        if state.max_msgs_per_subject == 1:
-            past.feed((last[key],))  # the key has no other message
-        elif (oldest := await source.oldest_of(bucket.subject(key))) is not None:
-            past.feed_oldest(row_of(oldest[0]), oldest[1])
-
-    await gather_bounded(feed_oldest, [key for key in last if not past.knows(key)], limit=LOOKUPS_IN_FLIGHT)
-    return missing
-
-
-async def read_newest(
-    bucket: Bucket,
-    source: ProvedReader,
-    keys: Sequence[str],
-    revision: int,
-    take: Callable[[Iterable[Row]], None],
-) -> dict[str, Row]:
-    """Pass the newest message of each of `keys` to `take` if it is not after `revision`; return the others by key."""
-    later: dict[str, Row] = {}
-
-    def divide(found: Block | Sequence[StoredMsg]) -> None:
-        known = []
-        for row in rows_of(found):
-            if row[0] <= revision:
-                known.append(row)
-            else:
-                later[row[1]] = row
-        take(known)
-
-    await read_by_name(bucket, source, keys, divide)
-    return {key: row for key in keys if (row := later.get(bucket.subject(key))) is not None}
-
-
-async def read_earlier(
-    bucket: Bucket,
-    source: ProvedReader,
-    keys: Sequence[str],
-    revision: int,
-    take: Callable[[Iterable[Row]], None],
-) -> None:
-    """Pass the newest message up to `revision` of each of `keys` to `take`."""
-    await read_by_name(bucket, source, keys, lambda found: take(rows_of(found)), up_to=revision)
-
-
-async def _any_removed(bucket: Bucket, source: ProvedReader, state: StreamState, revision: int) -> bool:
-    """Whether messages up to `revision` were, or may have been, removed."""
-    if (await bucket.readable_state()).never_removed:
-        return False
-    if revision - state.lowest_seq >= _SMALL_LOG or state.size > _SMALL_BYTES:
-        return True
-    return (await _read_log(source, state.lowest_seq, revision)).highest > 0
+async def last_records(
+    bucket: Bucket, reader: ProvedReader, keys: Sequence[str], *, up_to: int | None = None
+) -> dict[str, Record]:
+    """Return the last message of each of `keys` that has one, up to the revision `up_to`."""
+    content, subjects = Content(), bucket.subjects(frozenset(keys).__contains__)
+    await read_by_name(bucket, reader, keys, lambda found: content.feed(updates_of(found, subjects)), up_to=up_to)
+    return content.values | content.deleted
 
 
 async def _read_log(
-    source: ProvedReader, first: int, last: int, take: Callable[[Block], None] = lambda _: None
-) -> Gaps:
-    """Hand over every stored message of ``first … last``; return the gaps between them."""
-    gaps = Gaps(first, last)
-    async for block in source.log(first, last):
-        gaps.add(block.seqs)
-        take(block)
-    gaps.close()
-    return gaps
+    bucket: Bucket, patterns: list[str], state: StreamState, point: ResolvedRevision, *, strict: bool
+) -> PastContent:
+    """Return what is known of the keys that match `patterns`, from the whole log.
+
+    If it need not be complete, of a large bucket only the messages that match patterns are read.
+    """
+    named = [pattern for pattern in patterns if is_literal(pattern)]
+    wild = len(named) < len(patterns)
+    large = state.messages > _SMALL_LOG or state.size > _SMALL_BYTES
+    partly = large and wild and not strict and patterns != [EVERYTHING]
+    gaps = None if partly else Gaps(state.lowest_seq, state.last_seq)
+    reader, past = ProvedReader(bucket, state.last_seq), Past(bucket.subjects(matcher(patterns)), point, gaps)
+
+    async def read(subject: str | None) -> None:
+        async for block in reader.log(state.lowest_seq, state.last_seq, subject=subject):
+            if gaps is not None:
+                gaps.add(block.seqs)
+            past.feed(block)
+
+    if gaps is not None:
+        await read(None)
+        gaps.close()
+    else:
+        await gather_bounded(read, list(map(bucket.subject, patterns)), limit=_READS_AT_ONCE)
+    await reader.catch_up(state.last_seq, past.feed)
+    end = await check_end(bucket, state)
+    return past.judge(end, named=named, wild=wild)
+
+
+def _check(bucket: Bucket, point: ResolvedRevision, known: PastContent) -> None:
+    """Raise HistoryUnavailableError unless everything is known."""
+    what, keys, reason = f"bucket {bucket.name!r} at revision {point.revision}", known.unavailable, known.reason
+    advise = ""
+    if Reason.LIMITS in (reason, *keys.values()):
+        advise = (
+            f" (`await jetstream_ext.kv.enable(kv)` or '{advice.enable_bucket_command(bucket.name)}' records that for later "
+            "reads)"
+        )
+    if keys:
+        names = sorted(keys)
+        shown = ", ".join(map(repr, names[:5])) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+        raise HistoryUnavailableError(
+            f"{what}: the value of {shown} is not known, because {keys[names[0]]}{advise}; keep more history, or leave "
+            "such keys out with snapshot(strict=False)",
+            keys=tuple(names),
+        )
+    if reason is not None:
+        raise HistoryUnavailableError(
+            f"{what}: keys may be missing, because {reason}{advise}; snapshot(strict=False) returns the rest"
+        )

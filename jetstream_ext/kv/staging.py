@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from jetstream_ext.errors import BadSubjectError, KeyConflictError, MaxPayloadError
+from jetstream_ext.errors import BadHeaderError, BadSubjectError, KeyConflictError, MaxPayloadError
 from jetstream_ext.kv.entries import DELETE_HEADERS, PURGE_HEADERS, ROLLUP_HEADERS, KeyValueEntry, Operation, check_key
-from jetstream_ext.protocol.headers import encode
+from jetstream_ext.protocol.headers import encode, is_instruction
 from jetstream_ext.protocol.options import check_sequence, message_headers, payload_bytes, ttl_value
 from jetstream_ext.protocol.subjects import check_subject
 from jetstream_ext.types import NEVER, TTL, BatchMessage
@@ -129,6 +129,11 @@ class Staging:
             raise BadSubjectError(
                 f"bucket {self._bucket!r}: the subject of an event cannot begin with '$' or '_': {subject!r}"
             )
+        for name in headers or ():
+            if is_instruction(name):
+                raise BadHeaderError(
+                    f"bucket {self._bucket!r}: an event cannot have the header {name!r}: servers would obey it"
+                )
         whole = f"{subject}.{time.time_ns():016x}{secrets.token_hex(5)}"
         event = BatchMessage(whole, payload_bytes(payload, "the payload on subject", subject), headers=headers)
         size = len(encode(message_headers(event))) + len(event.payload)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Generic, overload
 
 from nats.js.kv import KeyValue
 
+from jetstream_ext.errors import ConversionError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import KeyValueEntry, check_filters, entry_of_record
+from jetstream_ext.kv.entries import KeyValueEntry, T, check_filters, entry_of_record
 from jetstream_ext.kv.live import Live, LiveMapping
-from jetstream_ext.protocol.table import Change
+from jetstream_ext.protocol.options import check_function, check_not_coroutine
+from jetstream_ext.protocol.updates import MOST_CHANGES, Change, Record
 
 
 @dataclass(frozen=True, slots=True)
-class KeyValueChange:
+class KeyValueChange(Generic[T]):
     """A change of one key.
 
     Attributes:
@@ -29,13 +32,13 @@ class KeyValueChange:
     """
 
     key: str
-    old: KeyValueEntry | None
-    new: KeyValueEntry | None
+    old: KeyValueEntry[T] | None
+    new: KeyValueEntry[T] | None
     revision: int
     skipped: int = 0
 
 
-class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
+class Table(LiveMapping[KeyValueEntry[T], KeyValueChange[T]], Generic[T]):
     """A bucket, or a part of it, as a live dictionary: for those who read often (ADR-8, ADR-31).
 
     ::
@@ -50,20 +53,18 @@ class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
 
     It follows changes within milliseconds if the client may subscribe to the keys (then the server wakes it), and otherwise
     asks up to every 0.25 s. A change whose wake-up is lost, or that is stored more than a second after it was published, is
-    seen after 1 s at most, and `wait_for` asks at once. An idle table sends one request per second (two, if it has `keys` and
-    the bucket's messages can have TTLs).
+    seen after 5 s at most, and `wait_for` asks at once. An idle table sends one request in five seconds.
 
     While the servers do not answer, the table keeps what it has, logs a warning to the logger ``jetstream_ext.kv``,
-    and tries again indefinitely. It fails, with an error for every call that waits and every later read, if the bucket is deleted or created
-    again, or the connection is closed. If the servers have lost messages (a stream that was restored from an older copy), it
-    waits until they have its revision again, and loads what is stored then.
+    and tries again indefinitely. It fails, with an error for every call that waits and every later read, if the bucket is
+    deleted or created again, or the connection is closed. If the servers have lost messages (a stream that was restored from
+    an older copy), it waits until they have its revision again, and loads what is stored then.
 
     Values that expire by a TTL, or that a purge of the stream or a limit of it removes, leave the table as well, also where
-    the server leaves no delete marker. A key whose messages vanish without a trace (`purge_deletes`, ``STREAM.PURGE`` with a
-    filter, an expired delete marker) leaves a table of the whole bucket with the next change that the table reads, or after
-    1 s. A table with `keys` compares its keys with those that are stored after every reconnect, and after each gap in which a
-    delete marker could come and go. It does not notice that an administrator removes messages meanwhile. If one removes only
-    the newest of several messages of a key (``STREAM.MSG.DELETE``), no table notices.
+    the server leaves no delete marker. If messages vanish without a trace (`purge_deletes`, ``STREAM.PURGE`` with a filter,
+    ``STREAM.MSG.DELETE``), the table notices it within 5 s, from the leader's numbers, and loads again. In a stream that
+    limits the messages per subject, writes at the same time can hide that from a table of more than 1,000 keys, unless it is
+    one of the whole bucket with a history of 1.
 
     The memory is that of the keys and values, and of the delete markers that the bucket keeps. After its block, a table still
     has its last state.
@@ -72,6 +73,9 @@ class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
         kv: nats-py's bucket; also one that is a mirror, which then is read alone.
         keys: Keys and patterns of keys (``*`` for a token, ``>`` for the rest); None is the whole bucket. With several, the
             server sends what matches their common prefix.
+        decode: Makes the ``value`` of each entry from its bytes, such as ``json.loads``; None leaves the bytes. It is called on
+            the event loop when an entry is asked for first, once for each message. If it raises, the table goes on, and
+            `value` raises ConversionError.
         checkpoint: A file that keeps the table (SQLite), so that another start reads only later messages. It is of one
             table and one process at a time, is at most a second old, and is written by a thread. A file that is damaged, of
             another table or written by a newer version is rebuilt, with a warning; one that is no checkpoint is an error.
@@ -90,26 +94,98 @@ class Table(LiveMapping[KeyValueEntry, KeyValueChange]):
     Requires: As for `snapshot`; for the wake-ups, permission to subscribe to the keys' subjects (``$KV.<bucket>.>``).
     """
 
+    @overload
+    def __init__(
+        self: Table[bytes],
+        kv: KeyValue,
+        keys: Sequence[str] | None = None,
+        *,
+        decode: None = None,
+        checkpoint: str | Path | None = None,
+        timeout: float | None = None,
+    ) -> None: ...
+
+    @overload
     def __init__(
         self,
         kv: KeyValue,
         keys: Sequence[str] | None = None,
         *,
+        decode: Callable[[bytes], T],
+        checkpoint: str | Path | None = None,
+        timeout: float | None = None,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        kv: KeyValue,
+        keys: Sequence[str] | None = None,
+        *,
+        decode: Callable[[bytes], Any] | None = None,
         checkpoint: str | Path | None = None,
         timeout: float | None = None,
     ) -> None:
         patterns = check_filters(keys)
         bucket = Bucket(kv, timeout)
         live = Live(bucket, patterns, None if checkpoint is None else Path(checkpoint))
-        super().__init__(live, partial(entry_of_record, bucket.name), partial(_change_of, bucket.name))
+        entry: Callable[[str, Record], KeyValueEntry[Any]] = partial(entry_of_record, bucket.name)
+        if decode is not None:
+            check_function(decode, "decode", awaited=False)
+            entry = _Decoding(bucket.name, decode, live)
+        super().__init__(live, entry, partial(_change_of, entry))
 
 
-def _change_of(bucket: str, change: Change) -> KeyValueChange:
+def _change_of(entry: Callable[[str, Record], KeyValueEntry[T]], change: Change) -> KeyValueChange[T]:
     key, old, new, revision, skipped = change
-    return KeyValueChange(
-        key,
-        None if old is None else entry_of_record(bucket, key, old),
-        None if new is None else entry_of_record(bucket, key, new),
-        revision,
-        skipped,
-    )
+    before = None if old is None else entry(key, old)
+    return KeyValueChange(key, before, None if new is None else entry(key, new), revision, skipped)
+
+
+class _Undecodable(KeyValueEntry[Any]):
+    """An entry whose value could not be decoded: asking for the value raises."""
+
+    __slots__ = ("_cause",)
+    _cause: Exception
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __init__(self, entry: KeyValueEntry, cause: Exception) -> None:
+        for field in fields(entry):
+            if field.name != "value":
+                object.__setattr__(self, field.name, getattr(entry, field.name))
+        object.__setattr__(self, "_cause", cause)
+
+    @property
+    def value(self) -> Any:
+        text = f"bucket {self.bucket!r}: the value of key {self.key!r} (revision {self.revision}) cannot be decoded"
+        raise ConversionError(f"{text}: {self._cause!r:.200}") from self._cause
+
+    def __repr__(self) -> str:
+        return f"<{self.key!r} at revision {self.revision}: its value cannot be decoded>"
+
+
+class _Decoding:
+    """Makes entries of records, and decodes the value of each message once."""
+
+    def __init__(self, bucket: str, decode: Callable[[bytes], Any], live: Live) -> None:
+        self._bucket = bucket
+        self._decode = decode
+        self._live = live
+        self._made: dict[int, tuple[Record, KeyValueEntry[Any]]] = {}  # by sequence
+
+    def __call__(self, key: str, record: Record) -> KeyValueEntry[Any]:
+        made = self._made.get(record[0])
+        if made is None or made[0] != record:  # a stream that has lost messages can use a sequence again
+            made = self._made[record[0]] = record, self._decoded(entry_of_record(self._bucket, key, record))
+            stored = self._live.content.values
+            if len(self._made) > 2 * len(stored) + MOST_CHANGES:
+                self._made = {it[0]: self._made[it[0]] for it in stored.values() if it[0] in self._made}
+        return made[1]
+
+    def _decoded(self, entry: KeyValueEntry) -> KeyValueEntry[Any]:
+        try:
+            value = self._decode(entry.value)
+            check_not_coroutine(value, "decode")
+        except Exception as error:
+            return _Undecodable(entry, error)
+        return replace(entry, value=value)

@@ -14,7 +14,7 @@ from jetstream_ext.kv.live import Live, LiveMapping
 from jetstream_ext.protocol.direct import StoredMsg, single_message
 from jetstream_ext.protocol.options import check_list
 from jetstream_ext.protocol.subjects import check_filter, check_name
-from jetstream_ext.protocol.table import Change, Record
+from jetstream_ext.protocol.updates import Change, Record
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,8 @@ def find(write: Batch | Messages) -> Search:
     if state.leader != leader:
         raise Unknown("the stream's leader changed during the search", later=True)
     newest = (yield AskMessage(state.name, {"last_by_subj": write.subject})) if write.oldest_first else None
-    if newest is not None and newest.seq <= write.after:
+    # One with a TTL of its own may outlive newer ones.
+    if newest is not None and newest.seq <= write.after and h.MSG_TTL not in h.decode_stored(stored_block(newest)):
         verdict = Verdict(0)
     elif isinstance(write, Batch):
         verdict = yield from _find_batch(write, state)

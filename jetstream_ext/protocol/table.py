@@ -1,111 +1,29 @@
-"""What a table of keys holds at one revision, and what its watchers have yet to see. No I/O.
+"""What a table of keys holds at one revision. No I/O.
 
 `Content` is fed the messages of a stream. A live table stages them first: it is not known at once which revision they bring
 it to. A bucket that keeps one message per key removes the older ones, so an answer that ends at revision E may lack the
 message that a key had at E. `Content.commit` applies what is staged, once the state of every key at a revision is known:
 all of it between two turns of the event loop. Readers and watchers see committed revisions only.
 
-Some removals have no revision, because the server leaves no marker. `Content.expire` applies TTLs by the leader's clock,
-and `Content.drop_below` what a purge or a limit of the whole stream has removed.
+Some removals have no revision, because the server leaves no marker. `Content.settle` applies TTLs by the leader's clock,
+and what a purge or a limit of the whole stream has removed.
 """
 
 from __future__ import annotations
 
 import gc
 import heapq
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Final, NamedTuple
 from weakref import WeakSet
 
 from jetstream_ext.protocol.headers import parse_time
-
-MOST_CHANGES: Final = 65_536
-MOST_BYTES: Final = 64 << 20
-"""After so many changes, or bytes of values, that wait for a watcher or for a commit, newer ones of a key replace older ones."""
-
-FOREVER: Final = timedelta.max
-"""As the TTL of a message: it never expires, whatever the stream's maximum age is."""
-
-Record = tuple[int, bytes, bytes, bytes]
-"""A stored message without its subject: sequence, payload, time, and its header block as in `headers.ROW_STORED`.
-
-A tuple of plain values, because tables hold millions: the garbage collector does not look at those again.
-"""
-
-Update = tuple[str, Record, bool, timedelta | None]
-"""A message of a key: the key, the record, whether it deletes the key, and its own TTL (None: it has none)."""
-
-Updates = list[Update] | dict[str, Record]
-"""Messages in the order of their sequences. In a dictionary, each is of another key, deletes nothing and has no TTL."""
-
-
-class Change(NamedTuple):
-    """A change of one key, as records (None: the key does not exist); `skipped` were left out before it."""
-
-    key: str
-    old: Record | None
-    new: Record | None
-    revision: int
-    skipped: int = 0
-
-
-def _size(change: Change) -> int:
-    return 0 if change.new is None else len(change.new[1])
-
-
-class Watcher:
-    """The changes that one watcher has yet to see: all of them in order, or if they are many the newest of each key."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self._all: deque[Change] = deque()
-        self._newest: OrderedDict[str, Change] = OrderedDict()  # in the order of their revisions
-        self._size = 0  # bytes of the values in `_all`
-        self._skipped = 0
-
-    def __len__(self) -> int:
-        return len(self._all) + len(self._newest)
-
-    def push(self, changes: Collection[Change], *, skipped: int = 0) -> None:
-        """Take the next changes; `skipped` were left out before them."""
-        self._skipped += skipped
-        if self._newest:
-            self._fold(changes)
-        else:
-            self._all.extend(changes)
-            self._size += sum(map(_size, changes))
-            if len(self._all) > MOST_CHANGES or self._size > MOST_BYTES:
-                changes, self._all, self._size = self._all, deque(), 0
-                self._fold(changes)
-        self._wake()
-
-    def _fold(self, changes: Iterable[Change]) -> None:
-        newest = self._newest
-        for change in changes:
-            before = newest.pop(change.key, None)
-            if before is None:
-                newest[change.key] = change
-                continue
-            self._skipped += 1
-            if before.old is None and change.new is None:
-                self._skipped += 1  # the watcher has not seen that the key existed
-            else:
-                newest[change.key] = change._replace(old=before.old)
-
-    def pop(self) -> Change | None:
-        """Return the next change, or None."""
-        if self._all:
-            change = self._all.popleft()
-            self._size -= _size(change)
-        elif self._newest:
-            change = self._newest.popitem(last=False)[1]
-        else:
-            return None
-        if self._skipped:
-            change, self._skipped = change._replace(skipped=self._skipped), 0
-        return change
+from jetstream_ext.protocol.updates import FOREVER as FOREVER
+from jetstream_ext.protocol.updates import MOST_CHANGES, Change, Staged, Watcher
+from jetstream_ext.protocol.updates import Record as Record
+from jetstream_ext.protocol.updates import Update as Update
+from jetstream_ext.protocol.updates import Updates as Updates
+from jetstream_ext.protocol.updates import each as each
 
 
 class Content:
@@ -137,12 +55,10 @@ class Content:
         self._own_ttls = own_ttls
         self._markers = markers
         self._deep = deep
-        self._staged: list[Updates] = []
-        self._staged_count = self._staged_bytes = 0
-        self._left_out = 0  # messages that were staged, and replaced by newer ones before they were applied
-        self._fold_at = 2 * MOST_CHANGES, 2 * MOST_BYTES
+        self._staged: Staged | None = None  # messages that wait for a commit
         self._ttls: dict[str, tuple[int, timedelta]] = {}  # by key: the newest message that has a TTL of its own
         self._deadlines: list[tuple[datetime, int, str]] = []  # a heap of theirs; some are out of date
+        self._awaited: dict[str, int] = {}  # what has expired and the server will replace, by key: its sequence
         self._highest = 0
         # Lower bounds, because finding the oldest key anew costs a walk over what was removed before it in the dict.
         self._not_due_before = datetime.min.replace(tzinfo=UTC)
@@ -153,6 +69,8 @@ class Content:
         """How many keys have a message."""
         return len(self.values) + len(self.deleted)
 
+    # -- messages -----------------------------------------------------------------------------------------------------
+
     def feed(self, updates: Updates) -> None:
         """Apply messages at once, in any order."""
         self._apply(updates, None)
@@ -162,38 +80,52 @@ class Content:
 
         So many others are missing before or between them: newer ones had replaced them before they were read.
         """
-        self._left_out += missing
-        self._staged.append(updates)
-        self._staged_count += len(updates)
-        self._staged_bytes += size
-        if self._staged_count > self._fold_at[0] or self._staged_bytes > self._fold_at[1]:
-            newest = {update[0]: update for part in self._staged for update in each(part)}
-            kept = sorted(newest.values(), key=lambda update: update[1][0])
-            self._left_out += self._staged_count - len(kept)
-            self._staged, self._staged_count = [kept], len(kept)
-            self._staged_bytes = sum(len(update[1][1]) for update in kept)
-            self._fold_at = 2 * max(MOST_CHANGES, len(kept)), 2 * max(MOST_BYTES, self._staged_bytes)
+        self._staged = self._staged or Staged()
+        self._staged.left_out += missing
+        self._staged.add(updates, size)
 
     @property
     def staged(self) -> int:
         """How many messages wait for a commit."""
-        return self._staged_count
+        return 0 if self._staged is None else self._staged.count
+
+    def unstage(self) -> None:
+        """Forget the messages that wait for a commit, because they are read again."""
+        self._staged = None
+
+    def _staged_keys(self) -> set[str]:
+        return set() if self._staged is None else self._staged.keys()
+
+    def count_after_commit(self) -> int:
+        """Return how many keys will have a message after the next commit."""
+        new = self._staged_keys().difference(self.values).difference(self.deleted)
+        return len(self) + len(new)
+
+    def newest_after_commit(self) -> int:
+        """Return the sequence of the newest message that the next commit does not replace, or 0."""
+        self._arrange()
+        staged = self._staged_keys()
+        every = (self.values, self.deleted)
+        return max(
+            next((record[0] for key, record in reversed(held.items()) if key not in staged), 0) for held in every
+        )
 
     def commit(self, revision: int) -> None:
         """Apply what is staged. With it, the content is that of a revision, which is not below the one before."""
-        staged, left_out = self._staged, self._left_out
-        self._staged, self._staged_count, self._staged_bytes, self._left_out = [], 0, 0, 0
-        self._fold_at = 2 * MOST_CHANGES, 2 * MOST_BYTES
-        self.revision = revision
-        changes: list[Change] | None = [] if self.watchers else None
-        for part in staged:
-            self._apply(part, changes)
-        self._push(changes or [], skipped=left_out)
+        staged, self._staged, self.revision = self._staged, None, revision
+        if staged is not None:
+            changes: list[Change] | None = [] if self.watchers else None
+            for part in staged.parts:
+                self._apply(part, changes)
+            self._push(changes or [], skipped=staged.left_out)
 
     def _apply(self, updates: Updates, changes: list[Change] | None) -> None:
         # The collector finds that the young records refer to nothing that it watches, and lets go of them. Put into `values`
         # before that, they would make it walk through all of `values` again and again, which takes 30 ms for a million keys.
         gc.collect(0)
+        if self._none_below and updates:
+            first = next(iter(updates.values())) if isinstance(updates, dict) else updates[0][1]
+            self._none_below = min(self._none_below, first[0])
         none_deleted = not self.deleted or (isinstance(updates, dict) and self.deleted.keys().isdisjoint(updates))
         if isinstance(updates, dict) and changes is None and none_deleted and not self._ttls:
             self._put_all(updates)
@@ -257,73 +189,89 @@ class Content:
             self._deadlines = [it for it in self._deadlines if self._ttls.get(it[2], (0,))[0] == it[1]]
             heapq.heapify(self._deadlines)
 
+    # -- removals without a message -----------------------------------------------------------------------------------
+
     def next_expiry(self) -> datetime | None:
-        """Return a time by the leader's clock before which nothing expires without a message; None: nothing ever does."""
-        times = [self._deadlines[0][0]] if self._deadlines and (self._deep or not self._markers) else []
-        if self._max_age is not None and self.values and not self._markers:
-            times.append(self._not_due_before)
-        return min(times, default=None)
+        """Return a time by the leader's clock before which nothing expires; None: nothing ever does."""
+        ages = [self._not_due_before] if self._max_age is not None and self.values else []
+        return min(ages + [deadline for deadline, _, _ in self._deadlines[:1]], default=None)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a message has expired, and what the server replaces it by has not been read: a marker, an older message."""
+        return bool(self.overdue_keys)
+
+    @property
+    def overdue_keys(self) -> list[str]:
+        """The keys of such messages."""
+        for key, seq in tuple(self._awaited.items()):
+            held = self.values.get(key) or self.deleted.get(key)
+            if held is None or held[0] != seq:
+                del self._awaited[key]
+        return list(self._awaited)
+
+    def settle(self, now: datetime, first_seq: int) -> None:
+        """Remove what has expired, and what is below a lowest sequence of the stream, unless a staged message replaces it.
+
+        The caller has read every message that the stream had at that time of the leader's clock.
+        """
+        self.expire(now)
+        self.drop_below(first_seq)
 
     def expire(self, now: datetime) -> list[str]:
-        """Remove what has expired at a time of the leader's clock, and has left no delete marker.
+        """Remove what has expired and leaves neither a delete marker nor an older message.
 
-        The caller has read every message that was stored at that time. Return keys whose newest message has expired, and that
-        may have an older one or be about to get a delete marker: they are not removed, and the caller must look (see `expose`).
+        Return the other keys that may have an older one (see `expose`).
         """
-        due, gone, unclear = self._deadlines, list[str](), list[str]()
-        while due and due[0][0] <= now:
-            _, seq, key = heapq.heappop(due)
+        unclear, gone = list[str](), list[str]()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, seq, key = heapq.heappop(self._deadlines)
             if self._ttls.get(key, (0,))[0] == seq:
                 (unclear if self._deep else gone).append(key)
         if self._max_age is not None and now >= self._not_due_before:
-            next_due = _later_than(now, self._max_age)
+            self._not_due_before = _later_than(now, self._max_age)
             for held in (self.values, self.deleted):
                 for key, record in self._oldest(held):
                     if (due_at := _later(record, self._max_age)) > now:
-                        next_due = min(next_due, due_at)
+                        self._not_due_before = min(self._not_due_before, due_at)
                         break
-                    gone.append(key)
-            self._not_due_before = next_due
-        self.remove([key for key in gone if key in self.deleted] if self._markers else gone)
+                    (unclear if self._deep and self._own_ttls else gone).append(key)
+        marked = [key for key in gone if key in self.values] if self._markers else []
+        self._awaited.update((key, (self.values.get(key) or self.deleted[key])[0]) for key in unclear + marked)
+        self._remove_unstaged(gone if not marked else [key for key in gone if key not in self.values])
         return unclear
 
-    def expose(self, keys: Iterable[str], stored: dict[str, Update], again: datetime | None = None) -> None:
+    def expose(self, keys: Iterable[str], stored: dict[str, Update], *, now: bool = True) -> None:
         """Take over what the server still has of keys whose newest message has expired: an older message, or nothing.
 
-        A key that still has its message, or a newer one that the log will bring, is looked at `again`; None removes it.
+        One that is still stored counts as expired `now`, or else stays until the server has removed it.
         """
-        changes: list[Change] | None = [] if self.watchers else None
+        changes: list[Change] = []
         for key in keys:
-            held = self.values.get(key) or self.deleted.get(key)
-            found = stored.get(key)
-            if held is None:
+            held, found = self.values.get(key) or self.deleted.get(key), stored.get(key)
+            if held is None or (not now and found is not None and found[1][0] >= held[0]):
                 continue
-            if found is not None and found[1][0] >= held[0] and again is not None:
-                heapq.heappush(self._deadlines, (again, held[0], key))
-            elif found is None or found[1][0] >= held[0]:
-                self.remove([key])
-            else:
-                old = self.values.pop(key, None)
-                self.deleted.pop(key, None)
-                self._ttls.pop(key, None)
+            old = self.values.pop(key, None)
+            self.deleted.pop(key, None)
+            self._ttls.pop(key, None)
+            if self.dirty is not None:
+                self.dirty.add(key)
+            if found is not None and found[1][0] < held[0]:
                 self._apply_each([found], None)
-                self._in_order = False
-                new = self.values.get(key)
-                if changes is not None and (old or new):
-                    changes.append(Change(key, old, new, self.revision))
-        self._push(changes or [])
+            if old is not None or key in self.values:
+                changes.append(Change(key, old, self.values.get(key), self.revision))
+        self._push(changes)
 
     def _oldest(self, held: dict[str, Record]) -> Iterator[tuple[str, Record]]:
         """Yield what the maximum age applies to, the oldest first."""
         self._arrange()
-        for key, record in held.items():
-            if not (self._ttls and self._ttls.get(key, (0, None))[1] == FOREVER):
-                yield key, record
+        ttls = self._ttls
+        return (it for it in held.items() if not (ttls and ttls.get(it[0], (0, None))[1] == FOREVER))
 
     def drop_below(self, first_seq: int) -> None:
         """Remove what a purge or a limit of the stream has removed: everything below a lowest sequence of the stream.
 
-        The stream had that lowest sequence when it had no message above `revision`, so nothing has replaced what is below.
+        The stream had that lowest sequence when it had no message above `revision` and what is staged.
         """
         if first_seq <= self._none_below:
             return
@@ -337,95 +285,18 @@ class Content:
                     break
                 gone.append(key)
         self._none_below = lowest
-        self.remove(gone)
-
-    def _staged_keys(self, last_seq: int | None = None) -> set[str]:
-        return {
-            key for part in self._staged for key, record, *_ in each(part) if last_seq is None or record[0] <= last_seq
-        }
-
-    def _goes(self, key: str, record: Record, first_seq: int, now: datetime) -> bool:
-        """Whether a message is gone without another one: by a limit or a purge of the stream, or because it has expired."""
-        if record[0] < first_seq:
-            return True
-        own = self._ttls.get(key, (0, None))
-        ttl = own[1] if own[0] == record[0] else None
-        if ttl == FOREVER or (self._markers and key in self.values):
-            return False
-        age = self._max_age if ttl is None else min(ttl, self._max_age or ttl)
-        return age is not None and _later(record, age) <= now
-
-    def has_more_than(self, count: int, first_seq: int, last_seq: int, now: datetime) -> bool:
-        """Whether more keys than `count` had a message when the stream's first and last sequences were these.
-
-        Everything up to `last_seq` is staged or committed.
-        """
-        if len(self) + self._staged_count <= count:
-            return False
-        staged = self._staged_keys(last_seq)
-        new = {key for key in staged if key not in self.values and key not in self.deleted}
-        if len(self) + len(new) <= count:
-            return False
-        gone = sum(
-            1
-            for held in (self.values, self.deleted)
-            for key, record in held.items()
-            if key not in staged and self._goes(key, record, first_seq, now)
-        )
-        ttls = {key: (record[0], ttl) for part in self._staged for key, record, _, ttl in each(part)}
-        for part in self._staged:
-            for key, record, deletes, ttl in each(part):
-                age = ttl if ttl is not None and self._own_ttls else self._max_age
-                expired = age is not None and age != FOREVER and _later(record, age) <= now
-                if ttls[key][0] == record[0] and (
-                    record[0] < first_seq or (expired and (deletes or not self._markers))
-                ):
-                    gone += 1
-        return len(self) + len(new) - gone > count
-
-    def has_lost(self, after: int, up_to: int, first_seq: int, now: datetime) -> bool:
-        """Whether it has a message with a sequence from `after` (exclusive) to `up_to` that nothing staged replaces.
-
-        The stream has none there, so such a message was lost or removed without a trace.
-        """
-        if after >= up_to:
-            return False
-        staged = self._staged_keys()
-        self._arrange()
-        for held in (self.values, self.deleted):
-            for key, record in reversed(held.items()):
-                if record[0] <= after:
-                    break
-                if record[0] <= up_to and key not in staged and not self._goes(key, record, first_seq, now):
-                    return True
-        return False
-
-    def keep_only(self, stored: set[str], up_to: int) -> None:
-        """Remove the keys with a message up to a sequence that are not in `stored`, unless a staged message puts them.
-
-        `stored` has U+FFFD for bytes that are not UTF-8, as servers list subjects.
-        """
-        staged = self._staged_keys()
-
-        def listed(key: str) -> bool:
-            return key in stored or (
-                not key.isascii() and key.encode("utf-8", "surrogateescape").decode("utf-8", "replace") in stored
-            )
-
-        self.remove(
-            [
-                key
-                for held in (self.values, self.deleted)
-                for key, record in held.items()
-                if record[0] <= up_to and key not in staged and not listed(key)
-            ]
-        )
+        self._remove_unstaged(gone)
 
     def _arrange(self) -> None:
         if not self._in_order:
             self.values = dict(sorted(self.values.items(), key=lambda it: it[1][0]))
             self.deleted = dict(sorted(self.deleted.items(), key=lambda it: it[1][0]))
             self._in_order = True
+
+    def _remove_unstaged(self, keys: list[str]) -> None:
+        if keys:
+            staged = self._staged_keys()
+            self.remove([key for key in keys if key not in staged])
 
     def remove(self, keys: Collection[str]) -> None:
         """Remove keys that were removed without a message."""
@@ -442,30 +313,25 @@ class Content:
 
     def succeed(self, before: Content) -> None:
         """Take over the watchers of an earlier content of the same keys, and tell them what has changed since."""
-        self.watchers = before.watchers
+        self.watchers, self.dirty = before.watchers, before.dirty
+        if self.dirty is not None:
+            for now, then in ((self.values, before.values), (self.deleted, before.deleted)):
+                self.dirty.update(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
         if not self.watchers:
             return
         self._arrange()
-        changes: list[Change] = []
-        for key, record in self.values.items():
-            old = before.values.get(key)
-            if old is None or old[0] != record[0]:
-                changes.append(Change(key, old, record, record[0]))
-        changes += [
-            Change(key, old, None, self.revision) for key, old in before.values.items() if key not in self.values
+        changes = [
+            Change(key, old, record, record[0])
+            for key, record in self.values.items()
+            if (old := before.values.get(key)) != record
         ]
-        self._push(changes)
+        gone = ((key, old) for key, old in before.values.items() if key not in self.values)
+        self._push(changes + [Change(key, old, None, self.revision) for key, old in gone])
 
     def _push(self, changes: list[Change], *, skipped: int = 0) -> None:
         if changes or skipped:
             for watcher in tuple(self.watchers):
                 watcher.push(changes, skipped=skipped)
-
-
-def each(updates: Updates) -> Iterable[Update]:
-    if isinstance(updates, dict):
-        return [(key, record, False, None) for key, record in updates.items()]
-    return updates
 
 
 def _later_than(time: datetime, ttl: timedelta) -> datetime:

@@ -9,7 +9,7 @@ the newest value that each key had at S; those after S have every change. S is i
 a restart keeps it. A key that is written again before its row is read may have no row in the snapshot: the history of the
 bucket has removed that row, and the later change follows. What a task needs to know is in the log, so neither the driver nor
 a partition holds a list of keys: with history 1, every message up to S is the newest of its key; otherwise the task asks for
-the newest message of each key in a block, as `jetstream_ext.kv.parts` does.
+the newest message of each key in a block, as `jetstream_ext.spark.kv_parts` does.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import StreamRecreatedError
 from jetstream_ext.kv import KeyValueEntry
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import EVERYTHING, Row, entry_of, rows_of
-from jetstream_ext.kv.parts import has_no_older_values, newest_by_log, newest_by_name
+from jetstream_ext.kv.entries import EVERYTHING, entry_of_record, records_of
+from jetstream_ext.kv.proved_read import ProvedReader
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.subjects import can_be_asked_for
 from jetstream_ext.spark.buckets import bucket_state, check_bucket, record_batches
 from jetstream_ext.spark.connection import connected, run_on_driver
+from jetstream_ext.spark.kv_parts import newest_rows
 from jetstream_ext.spark.options import FeedOptions
 from jetstream_ext.spark.planning import state_of
 from jetstream_ext.spark.ranges import SequenceRange
@@ -103,44 +103,26 @@ async def _changes(
     key_of = bucket.subjects().key_of
     async with aclosing(_messages(bucket, options, part)) as blocks:
         async for block in blocks:
-            rows = [(key_of(row[1]), row) for row in rows_of(block)]
-            yield [entry_of(bucket.name, key, row) for key, row in rows if key is not None]
+            rows = [(key_of(name), record) for name, record in records_of(block)]
+            yield [entry_of_record(bucket.name, key, record) for key, record in rows if key is not None]
 
 
 async def _snapshot(
     bucket: Bucket, options: FeedOptions, part: SequenceRange
 ) -> AsyncGenerator[list[KeyValueEntry], None]:
     """Yield the keys whose newest messages up to the revision of the snapshot are in a range, a block at a time."""
+    state = await same_stream(bucket.js, options.read, part)
+    if state is None:
+        return
+    rows = newest_rows(
+        bucket, ProvedReader(bucket, part.snapshot), _messages(bucket, options, part), state,
+        last=part.last, revision=part.snapshot, key_of=bucket.subjects().key_of,
+    )  # fmt: skip
     try:
-        async with aclosing(_newest_rows(bucket, options, part)) as blocks:
-            async for rows in blocks:
-                entries = [entry_of(bucket.name, key, row) for key, row in rows.items()]
+        async with aclosing(rows) as blocks:
+            async for records in blocks:
+                entries = [entry_of_record(bucket.name, key, record) for key, record in records.items()]
                 yield [entry for entry in entries if options.include_deleted or entry.operation == "PUT"]
     except StreamRecreatedError:
         if await same_stream(bucket.js, options.read, part) is not None:
             raise
-
-
-async def _newest_rows(
-    bucket: Bucket, options: FeedOptions, part: SequenceRange
-) -> AsyncGenerator[dict[str, Row], None]:
-    """Yield the messages that decide their keys, by key; those of a block are in the order of their revisions."""
-    state = await same_stream(bucket.js, options.read, part)
-    if state is None:
-        return
-    key_of, source = bucket.subjects().key_of, bucket.reader(part.snapshot)
-    every_message_decides = has_no_older_values(state)
-    unnamed: dict[str, Row] = {}  # the newest rows of keys that no request can name
-    async with aclosing(_messages(bucket, options, part)) as blocks:
-        async for block in blocks:
-            rows: dict[str, Row] = {}
-            for row in rows_of(block):
-                if (key := key_of(row[1])) is not None:
-                    rows.pop(key, None)
-                    rows[key] = row
-            if not every_message_decides:
-                unnamed |= {key: row for key, row in rows.items() if not can_be_asked_for(key)}
-                rows = await newest_by_name(bucket, source, rows, state, part.snapshot)
-            yield rows
-    if unnamed:
-        yield await newest_by_log(bucket, source, unnamed, part.last, part.snapshot)

@@ -1,6 +1,6 @@
 """A bucket as a table, as of one revision: how it is cut into parts, and how they are read, through `jetstream_ext.kv`.
 
-The driver asks for the state of the bucket's stream and cuts the bucket into parts (`jetstream_ext.kv.parts`): classes of
+The driver asks for the state of the bucket's stream and cuts the bucket into parts (`jetstream_ext.spark.kv_parts`): classes of
 keys, or ranges of the log of a large bucket. It lists no keys.
 
 If the value that a key had is no longer stored, ``consistency=latest`` reads the present one, and ``strict`` fails. A range
@@ -24,22 +24,23 @@ from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueEntry
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import EVERYTHING
-from jetstream_ext.kv.parts import (
+from jetstream_ext.kv.history import Reason, ResolvedRevision
+from jetstream_ext.kv.reads import resolve_revision
+from jetstream_ext.protocol.advice import enable_bucket_command
+from jetstream_ext.protocol.subjects import is_literal
+from jetstream_ext.spark.buckets import bucket_state, record_batches
+from jetstream_ext.spark.connection import ask, connected
+from jetstream_ext.spark.kv_parts import (
     Found,
     KeyClass,
     LogRange,
     can_cut_log,
     keys_at_once,
     mean_size,
-    read_class,
-    read_range,
+    read_part,
+    read_present,
     whole_log,
 )
-from jetstream_ext.kv.reads import ResolvedRevision, read_present, resolve_revision
-from jetstream_ext.protocol.advice import enable_bucket_command
-from jetstream_ext.protocol.subjects import is_literal
-from jetstream_ext.spark.buckets import bucket_state, record_batches
-from jetstream_ext.spark.connection import ask, connected
 from jetstream_ext.spark.options import KvOptions
 from jetstream_ext.spark.planning import PlanningError, cut, measure
 from jetstream_ext.spark.ranges import SequenceRange
@@ -160,12 +161,12 @@ def read_keys(options: KvOptions, schema: StructType, part: BucketPart | None) -
 async def _read(bucket: Bucket, options: KvOptions, part: BucketPart) -> AsyncGenerator[list[KeyValueEntry], None]:
     """Yield the entries of a part, some at a time (perhaps none); raise HistoryUnavailableError if some cannot be had."""
     point, keys = part.point, part.keys
-    count, vanished = 0, False
-    async with aclosing(_found(bucket, options, part)) as found:
+    count, vanished = 0, ""
+    async with aclosing(read_part(bucket, point, options.keys, keys)) as found:
         async for some in found:
             entries = [entry for entry in some.entries if options.include_deleted or entry.operation == "PUT"]
             count += len(entries)
-            vanished |= some.vanished
+            vanished = vanished or some.vanished
             gone: tuple[str, ...] = ()
             if isinstance(keys, LogRange) and keys.only is None:
                 _check_range(options, point, some)
@@ -174,22 +175,16 @@ async def _read(bucket: Bucket, options: KvOptions, part: BucketPart) -> AsyncGe
             yield entries
             step = keys_at_once(mean_size(point.state))
             for start in range(0, len(gone), step):
-                present = await read_present(
-                    bucket, point, gone[start : start + step], include_deletes=options.include_deleted
-                )
-                yield list(present.values())
+                present = await read_present(bucket, point, gone[start : start + step])
+                yield [entry for entry in present if options.include_deleted or entry.operation == "PUT"]
     if options.strict and vanished:
-        raise HistoryUnavailableError(
-            f"{_name(options, point)}: keys may be missing, because messages up to this revision may have expired or been "
-            f"purged; let `jetstream_ext.kv.enable` or '{enable_bucket_command(options.bucket)} --marker-ttl 1h' record since "
-            "when the bucket's limits hold and keep the delete markers of expired keys, or use consistency=latest"
+        record = (
+            f" (`jetstream_ext.kv.enable` or '{enable_bucket_command(options.bucket)}' records that for later reads)"
         )
-
-
-def _found(bucket: Bucket, options: KvOptions, part: BucketPart) -> AsyncGenerator[Found, None]:
-    if isinstance(part.keys, KeyClass):
-        return read_class(bucket, part.point, options.keys, part.keys)
-    return read_range(bucket, part.point, options.keys, part.keys)
+        raise HistoryUnavailableError(
+            f"{_name(options, point)}: keys may be missing, because {vanished}{record if vanished == Reason.LIMITS else ''}; "
+            "use consistency=latest for a read without this check"
+        )
 
 
 def _check_class(options: KvOptions, point: ResolvedRevision, gone: tuple[str, ...], count: int) -> None:

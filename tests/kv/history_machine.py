@@ -157,7 +157,7 @@ NUMBERS: Final = itertools.count(1)  # of the buckets
 READINGS: Final[dict[str, dict[str, int]]] = {
     "whole": {},
     "pieces": {"_CHUNK": 2},
-    "names": {"_CHUNK": 2, "_SMALL_LOG": 0, "_DEEP": 0, "_ROWS_PER_LOOKUP": 0},
+    "names": {"_CHUNK": 2, "_DEEP": 0, "_ROWS_PER_LOOKUP": 1},
 }
 
 
@@ -269,7 +269,7 @@ class HistoryMachine(RuleBasedStateMachine):
     async def _create(self, history: int) -> None:
         self.incarnation += 1
         republished = f"{self.name}.{self.incarnation}"
-        new = History(self.js, self.name, republished, reads_whole_log=self.reading != "names")
+        new = History(self.js, self.name, republished)
         await new.open()
         options = self.options
         # As nats-py creates a bucket, except that single messages may be deleted.
@@ -642,14 +642,12 @@ class HistoryMachine(RuleBasedStateMachine):
 
         self._judge("get_many", histories, find_problems)
 
-    def _at(self, place: float, by_time: int | None) -> tuple[int | datetime, int]:
-        """Return a revision or a time in the past, and the revision that it means."""
-        history = self.history
-        revision = max(1, round(place * history.last))
+    def _at(self, place: float, by_time: int | None) -> int | datetime:
+        """Return a revision or a time in the past."""
+        revision = max(1, round(place * self.history.last))
         if by_time is None:
-            return revision, revision
-        time = history.event(revision).time + timedelta(microseconds=by_time)
-        return time, history.revision_at(time)
+            return revision
+        return self.history.event(revision).time + timedelta(microseconds=by_time)
 
     @step(
         bucket=True,
@@ -684,7 +682,7 @@ class HistoryMachine(RuleBasedStateMachine):
         await self.history.sync()
         if not self.history.last:
             return
-        at, revision = self._at(place, by_time)
+        at = self._at(place, by_time)
         name = "snapshot of the past" + ("" if strict else ", not strict")
         snap, error, histories, _ = await self._read(
             name,
@@ -692,8 +690,9 @@ class HistoryMachine(RuleBasedStateMachine):
             during,
             (HistoryUnavailableError,),
         )
+        named = patterns is not None and any("*" not in pattern and ">" not in pattern for pattern in patterns)
         if patterns is None or "nothing" not in patterns:  # a named key without messages is unavailable
-            self._note_decidable(matching(patterns), revision, during, error)
+            self._note_decidable(matching(patterns), at, during, error, named=named)
         if error is not None:
             return
 
@@ -758,12 +757,12 @@ class HistoryMachine(RuleBasedStateMachine):
         await self.history.sync()
         if not self.history.last:
             return
-        at, revision = self._at(place, by_time)
+        at = self._at(place, by_time)
         name = "get_many of the past"
         found, error, histories, _ = await self._read(
             name, lambda: kvx.get_many(self.kv, chosen, at=at), during, (HistoryUnavailableError,)
         )
-        self._note_decidable(chosen, revision, during, error)
+        self._note_decidable(chosen, at, during, error, named=True)
         if error is not None:
             assert not isinstance(error, HistoryUnavailableError) or set(error.keys) <= set(chosen)
             return
@@ -788,9 +787,9 @@ class HistoryMachine(RuleBasedStateMachine):
         self._judge(name, histories, find_problems)
 
     def _note_decidable(
-        self, chosen: Iterable[str], revision: int, during: Interference, error: Exception | None
+        self, chosen: Iterable[str], at: int | datetime, during: Interference, error: Exception | None, *, named: bool
     ) -> None:
-        """Count a read of the past whose answer is certainly stored: no error is expected."""
+        """Count a read of the past whose answer certainly shows: no error is expected."""
         history = self.history
         if not self.recorded or during is not None:
             return
@@ -798,12 +797,13 @@ class HistoryMachine(RuleBasedStateMachine):
             return
         if error is not None and not isinstance(error, HistoryUnavailableError):
             return  # the answer of a mirror or of a lagging replica was refused until the timeout
-        for key in chosen:
-            old = [event for event in history.of_key(key) if event.seq <= revision]
-            if not old or old[-1].seq not in history.stored:
-                return
+        revision = at if isinstance(at, int) else history.known_at(at)
+        if not history.is_decidable(chosen, revision, named=named):
+            return
         self.tally.decidable += 1
         self.tally.decided += error is None
+        if error is not None:
+            print(f"refused at {revision}, although nothing is missing: {error}", *history.events, sep="\n")
 
     # -- transactions ----------------------------------------------------------------------------------------------
 

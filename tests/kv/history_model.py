@@ -149,8 +149,7 @@ class View:
 class History:
     """Every message of a bucket from its creation on."""
 
-    def __init__(self, js: JetStreamContext, bucket: str, republished: str, *, reads_whole_log: bool = True) -> None:
-        self.reads_whole_log = reads_whole_log
+    def __init__(self, js: JetStreamContext, bucket: str, republished: str) -> None:
         self.js, self.bucket, self.stream = js, bucket, f"KV_{bucket}"
         self.events: list[Event] = []
         self.stored: dict[int, Event] = {}
@@ -166,7 +165,6 @@ class History:
         self._republished = republished
         self._heard: dict[int, Msg] = {}
         self._arrived = asyncio.Event()
-        self._markers_on = NEVER_GONE  # the first revision since which the setting of markers has been the same
         self._histories: list[tuple[int, int]] = []
         self._subscription: Any = None
 
@@ -226,8 +224,6 @@ class History:
 
     def _note_config(self, config: dict[str, Any]) -> None:
         self.config_changes += config != self.config
-        if config.get("subject_delete_marker_ttl", 0) != self.config.get("subject_delete_marker_ttl", 0):
-            self._markers_on = self.last + 1
         self.config = config
         if not self._histories or self._histories[-1][1] != config["max_msgs_per_subject"]:
             self._histories.append((self.last, config["max_msgs_per_subject"]))
@@ -303,6 +299,10 @@ class History:
         """Return the newest revision stored up to a time, that microsecond included."""
         return max((event.seq for event in self.events if event.time <= time), default=0)
 
+    def known_at(self, time: datetime) -> int:
+        """Return what the stored messages show of `revision_at`: the last revision before the first later one."""
+        return min((event.seq for event in self.stored.values() if event.time > time), default=self.last + 1) - 1
+
     def truths(self, key: str, revision: int) -> list[Event | None]:
         """Return what a key may have been at a revision: the message that was its newest, or None.
 
@@ -370,13 +370,10 @@ class History:
     def is_undetectable(self, key: str, revision: int, *, named: bool) -> bool:
         """Whether a read of a revision may lack a key, because nothing that is stored shows that it existed.
 
-        docs/key-value.md, "Reads of the past": "A key disappeared, and none of the conditions holds. For example, the
-        histories of other keys explain all the missing sequences". Here it was purged from the stream or deleted, or
-        its own TTL passed. The key must be gone, or written again since; a key that is gone and was named is unavailable.
-
-        Where messages may expire, and markers cover that, only these are left: the key, or its marker, was purged from
-        the stream or deleted; or the marker of a purge expired earlier. And if the key was written again, then by a
-        message that says that there was none.
+        docs/key-value.md, "What leaves no trace": a purge of the stream "removed a key, or its value at R, and the histories
+        of other keys account for all the missing messages". Here it was purged or deleted, or its own TTL passed and no stored
+        message shows that messages expire. The key must be gone, or written again since; a key that is gone and was named is
+        unavailable.
         """
         mine = self.of_key(key)
         newest = max(event.seq for event in mine if event.seq <= revision)
@@ -384,16 +381,32 @@ class History:
         here = [event for event in mine if event.seq in self.stored]
         if not causes & {"purged", "trimmed", "deleted", "expired"} or (named and not here):
             return False
-        if any(event.seq <= revision and event.operation == "PUT" for event in here):
+        if any(event.seq <= revision and event.operation == "PUT" for event in here) or self._may_expire():
             return False
-        if self._may_expire(self.stored.values() if self.reads_whole_log else here[:1]):
-            if not self._markers_since(revision) or (here and here[0].replaced_revision is None):
-                return False
-            brief = any(event.operation != "PUT" and event.ttl is not None for event in mine if event.seq > revision)
-            if not causes & {"purged", "trimmed", "deleted"} and not (brief and self.history == 1):
-                return False
         missing = max(set(range(1, self.last + 1)) - self.stored.keys(), default=0)
-        return not self.reads_whole_log or missing <= self._explained()
+        return missing <= self._explained()
+
+    def is_decidable(self, keys: Iterable[str], revision: int, *, named: bool) -> bool:
+        """Whether the newest message up to a revision of each of `keys` is stored, or none can have existed.
+
+        The keys are `named`, or all those that match a pattern.
+        """
+        if revision == self.last or all(seq in self.stored for seq in range(1, revision + 1)):
+            return True
+        for key in keys:
+            mine = self.of_key(key)
+            here = [event for event in mine if event.seq in self.stored]
+            old = [event for event in mine if event.seq <= revision]
+            if old:
+                if old[-1] not in here:
+                    return False
+            elif here:
+                before = here[0].seq if here[0].is_rollup else here[0].replaced_revision
+                if len(here) >= self.history if before is None else before > 0:
+                    return False
+            elif named:
+                return False
+        return True
 
     def is_exposed(self, key: str, revision: int, found: int) -> bool:
         """Whether a read of a revision may return the older message `found` of a key.
@@ -404,19 +417,14 @@ class History:
         newer = [event for event in self.of_key(key) if found < event.seq <= revision]
         return self.history != 1 and bool(newer) and all(event.cause == "expired" for event in newer)
 
-    def _may_expire(self, seen: Iterable[Event]) -> bool:
+    def _may_expire(self) -> bool:
         """Whether the bucket or messages of it show that messages expire."""
         assert self.view is not None
         if self.max_age < (self.view.time - parse_time(self.created)).total_seconds():
             return True
-        return self.config.get("subject_delete_marker_ttl", 0) > 0 or any(event.shows_expiry for event in seen)
-
-    def _markers_since(self, revision: int) -> bool:
-        """Whether each expiry since a revision has left a marker that is still stored."""
-        assert self.view is not None
-        stay = min(self.config.get("subject_delete_marker_ttl", 0) / 1e9, self.max_age)
-        age = self.view.time - self.event(revision).time
-        return self._markers_on <= revision and age.total_seconds() < stay
+        return self.config.get("subject_delete_marker_ttl", 0) > 0 or any(
+            event.shows_expiry for event in self.stored.values()
+        )
 
     def _explained(self) -> int:
         """Return the sequence up to which the histories of stored keys may explain what is missing."""

@@ -71,7 +71,7 @@ class TableChecker:
         while not stop.is_set():
             assert table.revision >= revision, "the revision goes backwards"
             if table.revision != revision:
-                entries = {key: record[0] for key, record in table._live.content.values.items()}
+                entries = {key: entry.revision for key, entry in table.items()}
                 samples.append(Sample(table.revision, entries))
                 revision = table.revision
             for _ in range(reads):

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import nats
@@ -98,6 +99,34 @@ class TestEvents:
         assert list(await kvx.get_many(kv, ["a", "z"])) == ["z"]
         assert len(await events_of(kv, topic)) == 5  # more than the bucket's history
 
+    async def test_a_mirror_of_a_bucket_with_events_is_a_bucket(
+        self, js: JetStreamContext, kv: KeyValue, topic: str, mirrored: Callable[..., Any]
+    ) -> None:
+        """Also if its first message is an event."""
+        for n in range(3):
+            async with kvx.transaction(kv) as tx:
+                tx.publish(f"{topic}.x", b"%d" % n)
+                tx.put("a", b"%d" % n)
+        stream = await mirrored(kv, "copy", 6, max_msgs_per_subject=3, allow_direct=True)
+        mirror = KeyValue(stream.removeprefix("KV_"), stream, kv._pre, js, direct=True)
+        assert {key: it.value for key, it in (await kvx.snapshot(mirror)).items()} == {"a": b"2"}
+        assert (await kvx.get_many(mirror, ["a"]))["a"].value == b"2"
+        async with kvx.Table(mirror) as table:
+            assert list(table) == ["a"]
+
+    async def test_many_events_do_not_slow_the_keys_down(self, js: JetStreamContext, kv: KeyValue, topic: str) -> None:
+        """A read of the keys does not read the events."""
+        await jsx.ensure_stream(js, name=kv._stream, allow_batched=True)
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"{topic}.x.{n}", b"e" * 1000) for n in range(5_000))
+        for key in "abc":
+            await kv.put(key, b"1")
+        before = js._nc.stats["in_bytes"]
+        assert list(await kvx.snapshot(kv)) == ["a", "b", "c"]
+        async with kvx.Table(kv) as table:
+            assert list(table) == ["a", "b", "c"]
+        assert js._nc.stats["in_bytes"] - before < 1_000_000
+
     async def test_a_subject_that_the_bucket_does_not_store_is_an_error(self, kv: KeyValue, topic: str) -> None:
         tx = kvx.transaction(kv)
         tx.put("a", b"1")
@@ -122,6 +151,9 @@ class TestEvents:
             tx.publish("a.b", "text")  # type: ignore[arg-type]
         with pytest.raises(errors.BadHeaderError):
             tx.publish("a.b", headers={"a": "b\r\nc: d"})
+        for name in ("Nats-Rollup", "Nats-Expected-Last-Sequence", "Nats-Batch-Id", "Nats-Schedule"):
+            with pytest.raises(errors.BadHeaderError, match="servers would obey it"):
+                tx.publish("a.b", headers={name: "all"})
         for bad in ("orders", "orders.*", "$KV.x.>", "_INBOX.>", "*.x.>", ">", "a b.>"):
             with pytest.raises((errors.BadSubjectError, ValueError)):
                 await kvx.ensure_bucket(js, stream_name(), events=[bad])
@@ -129,6 +161,64 @@ class TestEvents:
                 await kvx.enable(kv, events=[bad])
         with pytest.raises(TypeError, match="list"):
             await kvx.enable(kv, events="orders.>")
+
+    async def test_the_ack_of_another_stream_proves_nothing(
+        self, js: JetStreamContext, kv: KeyValue, topic: str, stream_name: Callable[[], str]
+    ) -> None:
+        """Another stream has taken over subjects that the client still takes for the bucket's."""
+        async with kvx.transaction(kv) as tx:
+            tx.publish(f"{topic}.x")
+        config = (await js.stream_info(kv._stream)).config
+        await js.update_stream(config.evolve(subjects=config.subjects[:1]))
+        other = stream_name()
+        await js.add_stream(name=other, subjects=[f"{topic}.>"], allow_atomic=True)
+        tx = kvx.transaction(kv)
+        tx.publish(f"{topic}.x")
+        with pytest.raises(errors.BatchOutcomeUnknownError, match=other):
+            await tx.commit()
+        assert tx.state == "unknown"
+        with pytest.raises(errors.BatchOutcomeUnknownError, match=other):
+            await tx.resolve()
+        await js.delete_stream(other)
+        await js.delete_stream(kv._stream)
+        await js.add_stream(name=other, subjects=[f"{kv._pre}>"])
+        tx = kvx.transaction(kv)
+        tx.put("a", b"1")
+        with pytest.raises(errors.BatchOutcomeUnknownError, match=other):
+            await tx.commit()
+
+    async def test_events_account_for_nothing_that_is_missing(
+        self, js: JetStreamContext, kv: KeyValue, topic: str
+    ) -> None:
+        await kv.create("x.1", b"v")
+        revision = await kv.create("x.2", b"v")
+        await js.purge_stream(kv._stream, subject=f"{kv._pre}x.1")
+        async with kvx.transaction(kv) as tx:
+            tx.create("new", b"1")
+            tx.publish(f"{topic}.x")
+        with pytest.raises(errors.HistoryUnavailableError, match="no history accounts for"):
+            await kvx.snapshot(kv, at=revision)
+
+    async def test_a_large_table_notices_what_went_while_it_was_away(
+        self, js: JetStreamContext, stream_name: Callable[[], str], topic: str, tmp_path: Path
+    ) -> None:
+        kv = await kvx.ensure_bucket(js, stream_name(), events=[f"{topic}.>"])
+        await jsx.ensure_stream(js, name=kv._stream, allow_batched=True)
+        async with jsx.FastPublisher(js, flow=500) as publisher:
+            await publisher.add_many((f"{kv._pre}k.{n}", b"v") for n in range(1_500))
+        file = tmp_path / "checkpoint"
+        async with kvx.Table(kv, checkpoint=file) as table:
+            assert len(table) == 1_500
+        await js.purge_stream(kv._stream, subject=f"{kv._pre}k.5")
+        for n in range(5):
+            async with kvx.transaction(kv) as tx:
+                tx.put(f"k.{n + 100}", b"w")
+                tx.publish(f"{topic}.x")
+        async with kvx.Table(kv, checkpoint=file) as table:
+            async with asyncio.timeout(10):
+                while "k.5" in table:
+                    await asyncio.sleep(0.05)
+            assert len(table) == 1_499
 
     async def test_the_same_call_again_changes_nothing(self, js: JetStreamContext, kv: KeyValue, topic: str) -> None:
         before = (await js.stream_info(kv._stream)).config

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot, Subjects, entry_of, ttl_of, updates_of
+from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot, Subjects, entry_of_record, ttl_of, updates_of
 from jetstream_ext.protocol import table
 from jetstream_ext.protocol.direct import Block, StoredMsg, stored_block
 from jetstream_ext.protocol.headers import format_time_ns
@@ -30,7 +30,8 @@ def test_headers_decide_the_operation() -> None:
         ({"Nats-Marker-Reason": "Tomorrow"}, ("PURGE", "Tomorrow")),
         ({"Nats-Applied-Limit": "MaxAge"}, ("PURGE", "MaxAge")),
     ):
-        entry = entry_of("B", "k", (7, "$KV.B.k", b"v", headers, NOW))
+        stored = b"NATS/1.0\r\n" + b"".join(f"{name}: {text}\r\n".encode() for name, text in headers.items()) + b"\r\n"
+        entry = entry_of_record("B", "k", (7, b"v", format_time_ns(int(NOW.timestamp()) * 10**9).encode(), stored))
         assert entry == KeyValueEntry("B", "k", b"v", 7, NOW, *found), headers  # type: ignore[arg-type]
 
 

@@ -13,7 +13,6 @@ from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
 import jetstream_ext.log as log
-from jetstream_ext.kv import live
 
 MakeBucket = Callable[..., Awaitable[KeyValue]]
 
@@ -23,18 +22,25 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "table.db"
 
 
+class Loads:
+    """Counts the loads of tables from the servers, by the records of the tables' states."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.DEBUG, "jetstream_ext.kv")
+        self._caplog = caplog
+
+    def __len__(self) -> int:
+        return sum(
+            bool(re.search("(OPENING|RELOADING) -> FOLLOWING", record.message)) for record in self._caplog.records
+        )
+
+    def clear(self) -> None:
+        self._caplog.clear()
+
+
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The loads of tables from the stream alone."""
-    loads: list[Any] = []
-    read = live.read_now
-
-    async def note(*arguments: Any) -> Any:
-        loads.append(arguments)
-        return await read(*arguments)
-
-    monkeypatch.setattr(live, "read_now", note)
-    return loads
+def loads(caplog: pytest.LogCaptureFixture) -> Loads:
+    return Loads(caplog)
 
 
 async def fill(kv: KeyValue, count: int = 10) -> int:
@@ -44,7 +50,7 @@ async def fill(kv: KeyValue, count: int = 10) -> int:
     return int(await kv.put("last", b"1"))
 
 
-async def test_a_restart_reads_what_came_since(make_bucket: MakeBucket, path: Path, loads: list[Any]) -> None:
+async def test_a_restart_reads_what_came_since(make_bucket: MakeBucket, path: Path, loads: Loads) -> None:
     for keys in (None, ["k.*"], ["k.1", "k.2", "last"]):
         path.unlink(missing_ok=True)
         loads.clear()
@@ -63,14 +69,17 @@ async def test_a_restart_reads_what_came_since(make_bucket: MakeBucket, path: Pa
         assert len(loads) == 1, keys
 
 
-async def test_it_is_written_while_the_table_is_open(make_bucket: MakeBucket, path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(live, "_SAVE_EVERY", 0.05)
+async def test_it_is_written_while_the_table_is_open(
+    make_bucket: MakeBucket, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "jetstream_ext.kv")
     kv = await make_bucket()
     await fill(kv)
     async with kvx.Table(kv, checkpoint=path) as table:
-        await table.wait_for(await kv.put("k.1", b"new"))
+        revision = await kv.put("k.1", b"new")
+        await table.wait_for(revision)
         async with asyncio.timeout(10):
-            while table._live._saved_revision < table.revision:
+            while f"checkpoint saved; revision={revision}" not in caplog.text:
                 await asyncio.sleep(0.02)
         copy = path.with_name("copy.db")
         for suffix in ("", "-wal"):
@@ -81,14 +90,13 @@ async def test_it_is_written_while_the_table_is_open(make_bucket: MakeBucket, pa
 
 
 async def test_a_file_that_is_not_usable_is_written_anew(
-    make_bucket: MakeBucket, path: Path, loads: list[Any], caplog: pytest.LogCaptureFixture
+    make_bucket: MakeBucket, path: Path, loads: Loads, caplog: pytest.LogCaptureFixture
 ) -> None:
     kv = await make_bucket()
     for n in range(200):
         await kv.put(f"k.{n}", b"value-%d" % n)
     async with kvx.Table(kv, checkpoint=path):
         pass
-    caplog.set_level(logging.WARNING, "jetstream_ext")
     for change, why in (
         (lambda path: path.write_bytes(path.read_bytes()[:6000]), "damaged|malformed"),
         (lambda path: path.write_bytes(path.read_bytes()[:10]), "its beginning is lost"),
@@ -144,7 +152,7 @@ async def test_other_files_are_left_alone(make_bucket: MakeBucket, path: Path, t
     async with kvx.Table(kv, checkpoint=empty):
         pass
     assert empty.stat().st_size
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_a_file_is_of_one_table_at_a_time(make_bucket: MakeBucket, path: Path) -> None:

@@ -139,3 +139,22 @@ async def test_bad_arguments(js: JetStreamContext) -> None:
         async with log.Table(js, "NONE"):
             pass
     assert nats
+
+
+async def test_a_large_table_notices_that_the_newest_message_of_a_subject_was_deleted(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    """Also where a rollup could have removed it."""
+    name = stream_name()
+    await jsx.ensure_stream(
+        js, name=name, subjects=[f"{name}.>"], allow_direct=True, allow_batched=True, allow_rollup_hdrs=True
+    )
+    async with jsx.FastPublisher(js, flow=500) as publisher:
+        for value in (b"old", b"new"):
+            await publisher.add_many((f"{name}.{n}", value) for n in range(1_200))
+    async with log.Table(js, name) as table:
+        await js.delete_msg(name, table[f"{name}.5"].seq)
+        async with asyncio.timeout(10):
+            while table[f"{name}.5"].data == b"new":
+                await asyncio.sleep(0.05)
+        assert len(table) == 1_200

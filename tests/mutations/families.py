@@ -30,13 +30,13 @@ from jetstream_ext.columns import NANOSECONDS, Columns
 from jetstream_ext.errors import BadHeaderError, JetStreamExtError, ResponseError
 from jetstream_ext.kv import entries as kv_entries
 from jetstream_ext.kv.entries import never_expires, ttl_of
-from jetstream_ext.kv.history import Past
+from jetstream_ext.kv.history import Past, ResolvedRevision
 from jetstream_ext.kv.limits import RECORD, drops_oldest, known_since
 from jetstream_ext.log.lease import Lease
 from jetstream_ext.log.offsets import StoredOffset
 from jetstream_ext.protocol import api, frames, outcome
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import Server
+from jetstream_ext.protocol.api import Server, StreamState
 from jetstream_ext.protocol.atomic import AtomicBatchMachine
 from jetstream_ext.protocol.atomic import State as AtomicState
 from jetstream_ext.protocol.atomic_wire import read_reply
@@ -47,7 +47,7 @@ from jetstream_ext.protocol.fast import State as FastState
 from jetstream_ext.protocol.fast_window import LARGEST_FLOW
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH, FENCED_BATCHES
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.loss import were_replaced
+from jetstream_ext.protocol.loss import Gaps, were_replaced
 from jetstream_ext.protocol.numbers import LARGEST
 from jetstream_ext.protocol.outcome import marked_seq
 from jetstream_ext.protocol.range_read import (
@@ -239,25 +239,25 @@ def read_rows(m: Mutator, block: RowBlock) -> None:
     subjects = kv_entries.Subjects("B", "$KV.B.", lambda key: True)
     content = Content(max_age=timedelta(hours=1))
     try:
-        rows = list(kv_entries.rows_of(block))
+        rows = list(kv_entries.records_of(block))
     except JetStreamExtError:
         return
     content.feed(kv_entries.updates_of(block, subjects))
     snapshot = kv_entries.KeyValueSnapshot({**content.values}, bucket="B", revision=1, time=NOW)
-    newest = {row[1]: row for row in sorted(rows, key=lambda row: row[0])}
+    newest = dict(sorted(rows, key=lambda row: row[1][0]))
     for key, entry in snapshot.items():
-        seq, _, data, headers, time = newest["$KV.B." + key]
-        same = kv_entries.KeyValueEntry("B", key, data, seq, time, *kv_entries.operation(headers))
+        same = kv_entries.entry_of_record("B", key, newest["$KV.B." + key])
         require(entry == same, "an entry is not what its message says")
     content.expire(NOW)
-    read_bucket(rows)
+    read_bucket(block)
 
 
-def read_bucket(rows: list[kv_entries.Row]) -> None:
+def read_bucket(found: RowBlock | list[StoredMsg]) -> None:
     subjects = kv_entries.Subjects("B", "$KV.B.", lambda key: True)
-    past = Past(subjects, revision=5, history=2)
-    past.feed(rows, log=True)
-    past.verdict(named=["k1", "k9"], wild=True, missing=True, lost=False)
+    state = StreamState("KV_B", "2026-01-01T00:00:00Z", {"max_msgs_per_subject": 2}, last_seq=9, now=NOW)
+    past = Past(subjects, ResolvedRevision(5, NOW, NOW, state), Gaps(1, 9))
+    past.feed(found)
+    past.judge(state, named=["k1", "k9"])
 
 
 def same_columns(m: Mutator) -> int:
@@ -331,10 +331,15 @@ BUCKET_HEADERS: Final = (
 
 def read_buckets(m: Mutator) -> int:
     """Messages of a bucket with any value of the headers that reads of it understand."""
-    rows: list[kv_entries.Row] = []
+    rows: list[StoredMsg] = []
     for seq in range(1, 9):
         headers = {m.pick(BUCKET_HEADERS): m.pick(VALUES).decode("utf-8", "replace") for _ in range(2)}
-        rows.append((seq, f"$KV.B.k{m.below(4)}", b"", headers, NOW - timedelta(seconds=9 - seq)))
+        time_ns = (int(NOW.timestamp()) - 9 + seq) * 1_000_000_000
+        rows.append(
+            StoredMsg(
+                stream="KV_B", subject=f"$KV.B.k{m.below(4)}", seq=seq, data=b"", headers=headers, time_ns=time_ns
+            )
+        )
         ttl_of(headers)
         never_expires(headers)
     read_bucket(rows)
@@ -385,7 +390,7 @@ def decode_singles(m: Mutator) -> int:
             except ResponseError:
                 pass
         headers = h.decode_stored(block)
-        read_bucket([(7, "$KV.B.k", b"", headers, NOW)])
+        read_bucket([StoredMsg(stream="KV_B", subject="$KV.B.k", seq=7, data=b"", headers=headers, time_ns=0)])
     return 8
 
 

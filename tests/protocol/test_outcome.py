@@ -142,6 +142,10 @@ def test_an_older_message_of_the_subject_proves_it_where_a_stream_removes_the_ol
         assert world.follow(find(write)).doubt
         verdict = world.follow(find(replace(write, oldest_first=True)))
         assert (verdict.stored, verdict.doubt) == (0, "")
+    # One with a TTL of its own may outlive newer ones.
+    world.last = StoredMsg(stream="S", subject="s.a", seq=7, headers={h.MSG_TTL: "never"}, data=b"")
+    for write in (batch(oldest_first=True), messages("id", oldest_first=True)):
+        assert world.follow(find(write)).doubt
     world.last = stored(9, batch="other")  # it may have replaced one of the batch
     for write in (batch(oldest_first=True), messages("id", oldest_first=True)):
         assert world.follow(find(write)).doubt

@@ -10,9 +10,10 @@ from cells import walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetstream_ext.protocol import table
+from jetstream_ext.protocol import updates as limits
 from jetstream_ext.protocol.headers import format_time_ns
-from jetstream_ext.protocol.table import FOREVER, Change, Content, Record, Update, Watcher
+from jetstream_ext.protocol.table import Content, Update
+from jetstream_ext.protocol.updates import FOREVER, Change, Record, Watcher
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -39,7 +40,7 @@ def seqs(content: Content) -> dict[str, int]:
 
 @pytest.fixture(autouse=True)
 def few_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MOST_CHANGES", 256)
+    monkeypatch.setattr(limits, "MOST_CHANGES", 256)
 
 
 def watched(content: Content) -> Watcher:
@@ -66,33 +67,61 @@ class TestContent:
     def test_where_the_server_leaves_markers_only_they_expire_without_a_message(self) -> None:
         content = Content(max_age=timedelta(seconds=10), markers=True)
         content.feed([put("a", 1, ttl=timedelta(seconds=5)), put("b", 2), delete("c", 3)])
-        assert content.next_expiry() is None
+        content.expire(at(4))
+        assert (content.next_expiry(), content.overdue) == (at(5), False)
+        content.expire(at(5))
+        assert (seqs(content), content.overdue) == ({"a": 1, "b": 2}, True)
+        content.stage([delete("a", 4, 5)])
+        content.commit(4)
+        assert not content.overdue
         content.expire(at(10))
-        assert seqs(content) == {"a": 1, "b": 2}
-        assert not content.deleted
+        assert (seqs(content), content.overdue, set(content.deleted)) == ({"b": 2}, True, {"a"})
 
     @walk("found", ["older", "the same", "newer", "nothing"])
     def test_a_value_that_expires_may_expose_an_older_one(self, found: str) -> None:
         content = Content(deep=True, markers=True)
         content.feed([put("a", 5, ttl=timedelta(seconds=10))])
-        watcher = watched(content)
         assert content.next_expiry() == at(10)
         assert content.expire(at(11)) == ["a"]
+        assert content.overdue
         seq = {"older": 2, "the same": 5, "newer": 7, "nothing": 0}[found]
-        content.expose(["a"], {"a": put("a", seq)} if seq else {}, at(12))
-        expected = {"older": {"a": 2}, "the same": {"a": 5}, "newer": {"a": 5}, "nothing": {}}[found]
-        assert seqs(content) == expected
-        assert content.expire(at(13)) == (["a"] if found in ("the same", "newer") else [])
-        assert [(change.old and change.old[0], change.new and change.new[0]) for change in drain(watcher)] == (
-            [(5, expected.get("a"))] if found in ("older", "nothing") else []
-        )
+        content.expose(["a"], {"a": put("a", seq)} if seq else {})
+        assert seqs(content) == ({"a": 2} if found == "older" else {})
+        assert not content.overdue
+
+    def test_what_a_staged_message_replaces_stays_until_the_commit(self) -> None:
+        content = Content(max_age=timedelta(seconds=10))
+        content.feed([put("a", 1), put("b", 2, ttl=timedelta(seconds=5)), put("c", 3), delete("d", 4)])
+        watcher = watched(content)
+        content.stage([put("a", 5, 9), put("b", 6, 9), put("e", 7, 9)])
+        assert (content.count_after_commit(), content.newest_after_commit()) == (5, 4)
+        content.settle(at(10), first_seq=4)
+        assert (seqs(content), content.deleted) == ({"a": 1, "b": 2}, {})
+        assert (content.count_after_commit(), content.newest_after_commit()) == (3, 0)
+        content.commit(7)
+        assert seqs(content) == {"a": 5, "b": 6, "e": 7}
+        assert [(change.key, change.new and change.new[0]) for change in drain(watcher)] == [
+            ("c", None), ("a", 5), ("b", 6), ("e", 7)
+        ]  # fmt: skip
+        content.settle(at(10), first_seq=6)
+        assert seqs(content) == {"b": 6, "e": 7}, "also what was staged"
+
+    def test_a_message_below_the_lowest_sequence_goes_also_if_it_is_staged_late(self) -> None:
+        content = Content()
+        content.feed([put("a", 1)])
+        content.commit(1)
+        content.settle(at(0), first_seq=5)
+        content.stage([put("b", 3), put("c", 6)])
+        content.commit(6)
+        content.settle(at(0), first_seq=5)
+        assert seqs(content) == {"c": 6}
 
     def test_staged_messages_are_bounded_by_the_number_of_keys(self) -> None:
         content = Content()
         watcher = watched(content)
-        for seq in range(1, 20 * table.MOST_CHANGES):
+        for seq in range(1, 20 * limits.MOST_CHANGES):
             content.stage([put(f"k{seq % 3}", seq)])
-            assert content.staged <= 2 * table.MOST_CHANGES
+            assert content.staged <= 2 * limits.MOST_CHANGES
         content.commit(seq)
         assert sorted(seqs(content).values()) == [seq - 2, seq - 1, seq]
         changes = drain(watcher)
@@ -117,7 +146,7 @@ class TestWatcher:
         content.feed([put("old", 1), put("gone", 2)])
         watcher = watched(content)
         seq = 2
-        for _ in range(table.MOST_CHANGES):
+        for _ in range(limits.MOST_CHANGES):
             for key in ("old", "new"):
                 content.stage([put(key, seq := seq + 1)])
         content.stage([delete("gone", seq := seq + 1), put("brief", seq := seq + 1), delete("brief", seq := seq + 1)])
@@ -132,7 +161,7 @@ class TestWatcher:
         assert len(watcher) == 0
 
     def test_large_values_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(table, "MOST_BYTES", 1_000)
+        monkeypatch.setattr(limits, "MOST_BYTES", 1_000)
         content = Content()
         watcher = watched(content)
         for seq in range(1, 200):
@@ -154,7 +183,9 @@ class TestWatcher:
         new = Content()
         new.feed([put("changed", 5), put("same", 1), put("added", 6)])
         new.commit(8)
+        content.dirty = {"before"}
         new.succeed(content)
+        assert new.dirty == {"before", "changed", "added", "gone"}
         assert drain(watcher) == [
             Change("changed", record(2), record(5), 5),
             Change("added", None, record(6), 6),
@@ -171,7 +202,7 @@ def test_a_table_is_a_dictionary_and_watchers_can_rebuild_it(seed: int, most: in
     """At every commit the table is the model's dictionary, and what a watcher has got makes the same one."""
     dice = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table, "MOST_CHANGES", most)
+        patch.setattr(limits, "MOST_CHANGES", most)
         content = Content(max_age=timedelta(seconds=50))
         model: dict[str, tuple[int, float]] = {}  # sequence and deadline
         count = dice.choice([0, 3])
@@ -198,7 +229,7 @@ def test_a_table_is_a_dictionary_and_watchers_can_rebuild_it(seed: int, most: in
                 content.stage(plain if len(plain) == len(batch) and dice.random() < 0.7 else batch)
                 content.commit(seq)
             elif step < 9:
-                content.expire(at(now))
+                content.settle(at(now), 0)
                 gone = [key for key, (_, ends) in model.items() if ends <= now]
                 changes += len(gone)
                 for key in gone:

@@ -34,9 +34,8 @@ async def test_value_that_expires_without_a_marker_because_it_was_replaced_is_un
     await kv.delete("session.b")
     await kv.purge("other")  # which accounts for every message that is missing
     await expired(js, f"KV_{name}", 2)
-    with pytest.raises(HistoryUnavailableError) as error:
+    with pytest.raises(HistoryUnavailableError, match="may have expired"):
         await kvx.snapshot(kv, ["session.*"], at=revision)
-    assert error.value.keys == ("session.a", "session.b")
     with pytest.raises(HistoryUnavailableError) as error:
         await kvx.get_many(kv, ["session.a", "session.b"], at=revision)
     assert error.value.keys == ("session.a", "session.b")

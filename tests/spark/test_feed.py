@@ -244,7 +244,7 @@ class TestRows:
         self, with_js: Any, cache: Connections, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It still has messages that others had replaced before the snapshot."""
-        monkeypatch.setattr("jetstream_ext.spark.feed.has_no_older_values", lambda _: False)  # as in a cluster
+        monkeypatch.setattr("jetstream_ext.spark.kv_parts.has_no_older_values", lambda _: False)  # as in a cluster
         faults = Faults()
         with ReferenceServer(faults=faults) as server:
 

@@ -21,10 +21,9 @@ from nats.js.kv import KeyValue
 from pyspark.sql.datasource import CaseInsensitiveDict
 
 from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError, StreamRecreatedError
-from jetstream_ext.kv import parts
-from jetstream_ext.kv.parts import LogRange
-from jetstream_ext.spark import buckets, connection, kv
+from jetstream_ext.spark import buckets, connection, kv, kv_parts
 from jetstream_ext.spark.kv import BucketPart, plan_kv
+from jetstream_ext.spark.kv_parts import LogRange
 from jetstream_ext.spark.kv_source import JetStreamKvDataSource
 from jetstream_ext.spark.options import KvOptions
 from jetstream_ext.spark.planning import PlanningError, state_of
@@ -422,7 +421,7 @@ def test_batches_of_large_values_are_cut_by_their_bytes(
     cell: Any, make: Callable[..., Read], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size, limit = 64 << 10, 512 << 10
-    monkeypatch.setattr(parts, "_BYTES_AT_ONCE", limit)
+    monkeypatch.setattr(kv_parts, "_BYTES_AT_ONCE", limit)
     monkeypatch.setattr(buckets, "_BATCH_BYTES", limit)
 
     async def fill(bucket: KeyValue) -> None:
