@@ -56,7 +56,8 @@ def test_enable_bucket_turns_on_what_a_bucket_lacks_and_can_be_repeated(
         "already": ["allow_msg_ttl", "allow_atomic"],
     }
     config = config_of(server, f"KV_{bucket}")
-    assert (config.subject_delete_marker_ttl, config.subjects) == (60, [f"$KV.{bucket}.>", markers])
+    assert config.subject_delete_marker_ttl == 60
+    assert config.subjects == [f"$KV.{bucket}.>", f"_reads.KV_{bucket}", markers]
     assert ok("enable-bucket", bucket, "--spark", "--marker-ttl", "60s")["enabled"] == []
 
 
