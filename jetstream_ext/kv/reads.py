@@ -288,12 +288,12 @@ async def _read_log(
 ) -> PastContent:
     """Return what is known of the keys that match `patterns`, from the whole log.
 
-    If it need not be complete, of a large bucket only the messages that match patterns are read.
+    Of a large bucket that has removed nothing, or if it need not be complete, only the messages that match are read.
     """
     named = [pattern for pattern in patterns if is_literal(pattern)]
     wild = len(named) < len(patterns)
     large = state.messages > _SMALL_LOG or state.size > _SMALL_BYTES
-    partly = large and wild and not strict and patterns != [EVERYTHING]
+    partly = large and wild and patterns != [EVERYTHING] and (state.never_removed or not strict)
     gaps = None if partly else Gaps(state.lowest_seq, state.last_seq)
     reader, past = ProvedReader(bucket, state.last_seq), Past(bucket.subjects(matcher(patterns)), point, gaps)
 
@@ -310,6 +310,8 @@ async def _read_log(
         await gather_bounded(read, list(map(bucket.subject, patterns)), limit=_READS_AT_ONCE)
     await reader.catch_up(state.last_seq, past.feed)
     end = await check_end(bucket, state)
+    if partly and strict and not end.never_removed:
+        return await _read_log(bucket, patterns, end, point, strict=strict)
     return past.judge(end, named=named, wild=wild)
 
 
