@@ -188,3 +188,25 @@ async def test_messages_on_other_subjects_of_the_stream_are_no_keys(make_bucket:
         assert len(await kvx.snapshot(kv, at=events)) == 0
         async with kvx.Table(kv) as table:
             assert set(table) == everything
+
+
+async def test_a_strict_read_of_some_keys_is_exact_or_refused_in_a_large_bucket(
+    make_bucket: MakeBucket, load: Callable[..., Awaitable[None]]
+) -> None:
+    """What need not be complete reads only what matches, and says so."""
+    kv = await make_bucket(history=3)
+    for key in ("x.1", "x.2"):
+        revision = await kv.create(key, b"v")
+    await load(kv, {f"other.{n}": b"1" for n in range(16_500)})
+    await kv.put("x.2", b"w")
+    await kv.put("x.3", b"later")
+    then = await kvx.snapshot(kv, ["x.*"], at=revision)
+    assert ({key: it.value for key, it in then.items()}, then.complete) == ({"x.1": b"v", "x.2": b"v"}, True)
+    await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}x.1")
+    for keys in (["x.*"], ["x.1"], ["x.*", "x.1"]):
+        with pytest.raises(HistoryUnavailableError):
+            await kvx.snapshot(kv, keys, at=revision)
+    before = kv._js._nc.stats["in_bytes"]
+    some = await kvx.snapshot(kv, ["x.*"], at=revision, strict=False)
+    assert (list(some), some.complete) == (["x.2"], False)
+    assert kv._js._nc.stats["in_bytes"] - before < 100_000
