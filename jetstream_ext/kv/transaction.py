@@ -27,6 +27,7 @@ from jetstream_ext.errors import (
     BatchClosedError,
     BatchOutcomeUnknownError,
     KeyConflictError,
+    NoStreamError,
     Outcome,
     RequestTimeoutError,
     StreamRecreatedError,
@@ -46,7 +47,7 @@ _Result = TypeVar("_Result")
 _log: Final = get_logger("kv")
 
 _OUTCOMES: Final[dict[BatchState, Outcome]] = {"committed": "stored", "unknown": "unknown"}
-_CARRIERS_REFUSED: Final = AtomicPublishTooLargeError, AtomicPublishIncompleteError
+_CARRIERS_REFUSED: Final = AtomicPublishTooLargeError, AtomicPublishIncompleteError, NoStreamError
 # How often a commit is sent again because a key to be created turned out to have a delete marker.
 _MAX_COMMIT_RETRIES: Final = 3
 # Seconds. Conflicts are short, so the first pauses between two runs of a transaction are, too.
@@ -327,7 +328,8 @@ class Transaction:
             except _CARRIERS_REFUSED:
                 if not carrier:
                     raise
-                carrier = ""  # they are too many, or the client may not publish them: the fence needs none
+                # They are too many, the client may not publish them, or the stream no longer stores them: the fence needs none.
+                carrier = ""
 
     async def _check_events(self) -> None:
         """Raise BadSubjectError if the bucket's stream does not store an event, or may not be the one that stores it."""

@@ -1030,7 +1030,8 @@ class HistoryMachine(RuleBasedStateMachine):
                 problems.append(f"returned {message.seq}")
                 continue
             found = (message.subject, message.data, message.time)
-            if found != (f"$KV.{self.name}.{event.key}", event.value, event.time):
+            subject = event.key if event.key.startswith("_reads.") else f"$KV.{self.name}.{event.key}"
+            if found != (subject, event.value, event.time):
                 problems.append(f"returned {message} for {event}")
             if state.subject is not None and not matches(state.subject, event.key):
                 problems.append(f"returned {event}, which does not match")

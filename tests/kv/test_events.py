@@ -281,6 +281,29 @@ class TestReadKeys:
                 await tx.commit()
             assert (caught.value.keys, caught.value.stale_read) == ((key,), True)
 
+    async def test_a_bucket_that_was_created_again_without_the_subject(
+        self, js: JetStreamContext, kv: KeyValue
+    ) -> None:
+        """The client still takes it for the earlier one, which stored the subject."""
+        for writes in ("ab", "b"):
+            async with kvx.transaction(kv) as tx:
+                await tx.get_many(["x", "y", "z"])
+                tx.put("a", b"1")
+            await js.delete_stream(kv._stream)
+            await js.add_stream(
+                name=kv._stream,
+                subjects=[f"{kv._pre}>"],
+                max_msgs_per_subject=1,
+                allow_atomic=True,
+                allow_rollup_hdrs=True,
+            )
+            tx = kvx.transaction(kv)
+            await tx.get_many(["x", "y", "z"])
+            for key in writes:
+                tx.create(key, b"1")
+            assert list(await tx.commit()) == list(writes)
+            await kvx.enable(kv)
+
     async def test_a_client_that_may_only_publish_keys_depends_on_the_whole_bucket(self) -> None:
         users = """authorization { users: [
             {user: admin, password: p},
