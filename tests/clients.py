@@ -1,11 +1,14 @@
 """Connections of tests whose server may be gone when they are closed."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import nats
 from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.errors import ServiceUnavailableError
 
 
 async def quiet(error: Exception) -> None:
@@ -32,3 +35,16 @@ async def connected(url: str | list[str], **options: Any) -> AsyncIterator[Clien
         yield nc
     finally:
         await close(nc)
+
+
+async def emptied(nc: Client, domain: str) -> JetStreamContext:
+    """The context of a domain, without streams, once the leaf node is connected to the hub."""
+    js = nc.jetstream(domain=domain, timeout=10)
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(ServiceUnavailableError):
+                await js.account_info()
+                break
+    for info in await js.streams_info():
+        await js.delete_stream(str(info.config.name))
+    return js

@@ -46,13 +46,13 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """What has changed since the last time; with `anew`, it is everything."""
+    """What has changed since the last time; with `complete`, it is everything."""
 
     values: Mapping[str, Record]
     deleted: Mapping[str, Record]
     gone: Iterable[str]  # keys that have no message any more
     note: dict[str, Any]
-    anew: bool
+    complete: bool
 
 
 class Checkpoint:
@@ -176,7 +176,7 @@ class Checkpoint:
         kept = chain(_rows(changed.values, deletes=False), _rows(changed.deleted, deletes=True))
         database.execute("BEGIN IMMEDIATE")
         try:
-            if changed.anew:
+            if changed.complete:
                 database.execute("DELETE FROM messages")
             database.executemany("DELETE FROM messages WHERE key = ?", ((_encoded(key),) for key in changed.gone))
             database.executemany("INSERT OR REPLACE INTO messages VALUES (?, ?, ?, ?, ?, ?, ?)", kept)

@@ -49,7 +49,7 @@ class Live:
         if checkpoint is not None:
             identity = {"stream": source.stream, "prefix": source.prefix, "keys": sorted(patterns)}
             self._checkpoint = Checkpoint(checkpoint, identity)
-        self._anew = True  # the checkpoint must be written anew
+        self._complete = True  # the checkpoint must be written completely
         self._saved_revision = 0
         self._follower = self._new_follower()
         self._task: asyncio.Task[None] | None = None
@@ -257,30 +257,30 @@ class Live:
                 _log.warning("checkpoint of %s is rebuilt, because %s", self.source.what, why)
             self._follower = self._new_follower()
             return False
-        self._anew = False
+        self._complete = False
         return True
 
     async def _save(self) -> None:
         """Store what has changed since the last time."""
         assert self._checkpoint is not None
         assert self._follower.mark is not None
-        content, anew = self.content, self._anew
+        content, complete = self.content, self._complete
         dirty, content.dirty = content.dirty or set(), set()
         revision = content.revision
-        if not anew and not dirty and revision == self._saved_revision:
+        if not complete and not dirty and revision == self._saved_revision:
             return
-        values = content.values.copy() if anew else {key: it for key in dirty if (it := content.values.get(key))}
-        deleted = content.deleted.copy() if anew else {key: it for key in dirty if (it := content.deleted.get(key))}
-        gone = [] if anew else [key for key in dirty if key not in values and key not in deleted]
+        values = content.values.copy() if complete else {key: it for key in dirty if (it := content.values.get(key))}
+        deleted = content.deleted.copy() if complete else {key: it for key in dirty if (it := content.deleted.get(key))}
+        gone = [] if complete else [key for key in dirty if key not in values and key not in deleted]
         note = self._follower.mark.note() | {"revision": revision, "count": len(content)}
         try:
-            await self._checkpoint.save(Changed(values, deleted, gone, note, anew))
+            await self._checkpoint.save(Changed(values, deleted, gone, note, complete))
         except BaseException:
             if content.dirty is not None:
                 content.dirty |= dirty
             raise
-        self._saved_revision, self._anew = revision, False
-        fields = {"revision": revision, "keys": len(values), "anew": anew}
+        self._saved_revision, self._complete = revision, False
+        fields = {"revision": revision, "keys": len(values), "complete": complete}
         log_state(_log, f"table of {self.source.what}", "checkpoint saved", **fields)
 
     async def _save_often(self) -> None:

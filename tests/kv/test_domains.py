@@ -6,9 +6,8 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 import pytest
-from clients import connected
+from clients import connected, emptied
 from nats.js import JetStreamContext
-from nats.js.errors import ServiceUnavailableError
 
 import jetstream_ext as jsx
 from jetstream_ext import kv as kvx
@@ -125,15 +124,7 @@ async def counts(js: JetStreamContext) -> dict[str, int]:
 @pytest.mark.parametrize("twin", [False, True], ids=["alone", "beside a bucket of that name"])
 async def test_every_write_goes_to_the_bucket_of_the_domain(leaf: NatsServer, twin: bool) -> None:
     async with connected(leaf.url) as nc:
-        hub, near = nc.jetstream(domain="hub", timeout=10), nc.jetstream(domain="leaf", timeout=10)
-        for js in (hub, near):
-            async with asyncio.timeout(30):
-                while True:
-                    with contextlib.suppress(ServiceUnavailableError):  # until the leaf node is connected to the hub
-                        await js.account_info()
-                        break
-            for info in await js.streams_info():
-                await js.delete_stream(str(info.config.name))
+        hub, near = await emptied(nc, "hub"), await emptied(nc, "leaf")
         for js in (hub, near) if twin else (hub,):
             await kvx.ensure_bucket(js, "B", events=["orders.>"])
             await kvx.ensure_bucket(js, "P")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from clients import connected
-from nats.js.errors import ServiceUnavailableError
+from clients import connected, emptied
 
 import jetstream_ext.kv as kvx
 from jetstream_ext.testing import NatsServer
@@ -21,14 +19,7 @@ if TYPE_CHECKING:
 async def prepare(url: str, twin: bool) -> None:
     async with connected(url) as nc:
         for domain in ("hub", "leaf"):
-            js = nc.jetstream(domain=domain, timeout=10)
-            async with asyncio.timeout(30):
-                while True:
-                    with contextlib.suppress(ServiceUnavailableError):  # until the leaf node is connected to the hub
-                        await js.account_info()
-                        break
-            for info in await js.streams_info():
-                await js.delete_stream(str(info.config.name))
+            js = await emptied(nc, domain)
             if twin or domain == "hub":
                 await kvx.ensure_bucket(js, "B", spark=True)
 
