@@ -380,10 +380,10 @@ def decode_stored(block: bytes) -> dict[str, str]:
 
 
 def format_time_ns(time_ns: int) -> str:
-    """Return an RFC 3339 time in UTC of nanoseconds since the epoch."""
+    """Return an RFC 3339 time in UTC of nanoseconds since the epoch as servers write it: without zeros at the end."""
     seconds, fraction = divmod(time_ns, 1_000_000_000)
     when = datetime(1970, 1, 1) + timedelta(seconds=seconds)  # noqa: DTZ001 - in UTC
-    return f"{when.isoformat()}.{fraction:09d}Z"
+    return f"{when.isoformat()}.{fraction:09d}".rstrip("0").rstrip(".") + "Z"
 
 
 def parse_time(value: bytes) -> datetime:

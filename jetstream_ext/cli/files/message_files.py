@@ -96,7 +96,7 @@ def _time_text(time_ns: int) -> str:
 
 @functools.lru_cache(maxsize=16)  # neighbours have the same second
 def _second_text(seconds: int) -> str:
-    return format_time_ns(seconds * 1_000_000_000).partition(".")[0]
+    return format_time_ns(seconds * 1_000_000_000).removesuffix("Z")
 
 
 def _check_utf_8(message: StoredMsg) -> None:
