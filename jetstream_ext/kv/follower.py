@@ -205,7 +205,8 @@ class Follower:
         content, end, mark = self.content, reader.end, self.mark
         assert mark is not None
         state = await self._known_stream(end)
-        if self._position != content.revision:  # what was read may be of another stream
+        shown = len(piece) and (piece.last.seq, piece.last.time) in end.ends
+        if self._position != content.revision and not shown:  # what was read may be of another stream
             state = await self._known_stream(await self.source.readable_state())
         if settings_of(mark.state) != settings_of(end):
             self._consider(Doubt.LIMITS)
