@@ -169,9 +169,12 @@ class BaseConnection(ABC):
 
     @abstractmethod
     async def inbox(
-        self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
+        self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float, once: bool = False
     ) -> InboxSubscription:
-        """Subscribe `handler` to `subject` (default: a new inbox) with `tail` appended, within `timeout` seconds."""
+        """Subscribe `handler` to `subject` (default: a new inbox) with `tail` appended, within `timeout` seconds.
+
+        With `once`, the server ends the subscription after one message; close it then.
+        """
 
     def _opened(self, inbox: InboxSubscription, subscription: Subscription) -> InboxSubscription:
         inbox.subscription = subscription
@@ -527,16 +530,22 @@ class FallbackConnection(BaseConnection):
         self._newest_error: object = nc.last_error
 
     async def inbox(
-        self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
+        self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float, once: bool = False
     ) -> InboxSubscription:
         inbox = InboxSubscription(self, subject, tail, handler)
+
+        async def subscribe() -> Subscription:
+            subscription = await self.nc.subscribe(inbox.filter, cb=deliver)
+            if once:
+                await subscription.unsubscribe(limit=1)
+            return subscription
 
         async def deliver(msg: Msg) -> None:
             if inbox.handler is not None:  # nats-py delivers what it has received until the subscription has ended
                 block = h.rebuild(msg.headers)
                 call_handler(inbox.handler.frames, [(msg.subject.encode(), block + msg.data, len(block))])
 
-        subscribing = self._track(asyncio.ensure_future(self.nc.subscribe(inbox.filter, cb=deliver)))
+        subscribing = self._track(asyncio.ensure_future(subscribe()))
 
         def drop_late(_: object) -> None:
             if not subscribing.cancelled() and subscribing.exception() is None:

@@ -95,7 +95,7 @@ class Connection(BaseConnection):
         return status == Client.CONNECTED
 
     async def inbox(
-        self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
+        self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float, once: bool = False
     ) -> InboxSubscription:
         nc = self.nc
         if not self.usable:
@@ -108,7 +108,7 @@ class Connection(BaseConnection):
         subscription = nc._subs[sid] = Subscription(nc, sid, inbox.filter)
         self._by_sid[b"%d" % sid] = inbox
         if nc.is_connected:  # otherwise nats-py subscribes when it is connected again
-            self._append(b"SUB %b  %d\r\n" % (inbox.filter.encode(), sid))
+            self._append(b"SUB %b  %d\r\n" % (inbox.filter.encode(), sid) + (b"UNSUB %d 1\r\n" % sid if once else b""))
         return self._opened(inbox, subscription)
 
     def _unsubscribe(self, sid: int, subscription: Subscription) -> None:

@@ -12,12 +12,12 @@ from contextlib import aclosing
 from typing import Final
 
 from jetstream_ext.client.api import settled_state
+from jetstream_ext.client.doorbell import REST, Waiter, shared
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.kv.entries import EVERYTHING, update_of, updates_of
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.present import Present, empty_content, last_of_keys, read_now, read_under_the_same_limits
 from jetstream_ext.kv.proved_read import Piece, ProvedReader
-from jetstream_ext.kv.wakeups import INTERVAL, POLL, REST, Wakeups
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.following import PHASES, Doubt, Event, Mark, Phase, find_doubt, settings_of
 from jetstream_ext.protocol.subjects import covering, matcher
@@ -27,6 +27,11 @@ from jetstream_ext.text import get_logger, log_state
 
 _log = get_logger("kv")
 
+INTERVAL: Final = 0.004
+"""The shortest time from one look that has found something to the next, unless a caller waits: a table of a busy bucket asks
+so often at most."""
+POLL: Final = 0.25
+"""The longest pause in seconds without a doorbell, and while a message is awaited."""
 _SEEN: Final = 0.9  # seconds: every delete marker is stored for longer
 _CERTAIN: Final = Doubt.LOST, Doubt.LIMITS, Doubt.KEYS  # what the table would show next is wrong
 _LOAD_SHARE: Final = 20  # a table spends at most one part in so many of its time on loads because of other doubts
@@ -44,17 +49,18 @@ class DoubtedError(Exception):
 class Follower:
     """The content of a table of a stream, brought up to date by `step`; `committed` is called when it has another revision."""
 
-    def __init__(self, source: KeyedStream, patterns: list[str], committed: Callable[[], None]) -> None:
+    def __init__(self, source: KeyedStream, patterns: list[str], committed: Callable[[], None], *, rings: bool) -> None:
         self.source = source
         self.content: Content = Content()
         self.phase: Phase = Phase.OPENING
         self.mark: Mark | None = None
         self.leader_seq: int = 0
         """The leader's last sequence, when it was asked last."""
-        self.wakeups: Wakeups = Wakeups(source)
+        self.waiter: Waiter = Waiter(None, poll=POLL)
         self._patterns = patterns
         self._subjects = source.subjects()
         self._committed = committed
+        self._rings = rings
         self._filter: str | None = None  # for the server; None reads the whole stream
         self._position = 0  # what is staged or committed
         self._dense = True  # and nothing is missing between the two
@@ -136,7 +142,9 @@ class Follower:
         self._position, self._dense = content.revision, True
         self._subjects = self.source.subjects(matcher(self._patterns))
         self._filter = None if self._has_all(state) else covering(list(map(self.source.subject, self._patterns)))
-        self.wakeups.watch(state, self._filter)
+        self.waiter.leave()
+        bell = shared(self.source.context, self.source.stream, self._filter) if self._rings else None
+        self.waiter = Waiter(bell, poll=POLL)
         self.mark = mark
         content.succeed(before)
 

@@ -16,11 +16,17 @@ from jetstream_ext.client.base_connection import mark_retrieved
 from jetstream_ext.client.retry import is_transient_read
 from jetstream_ext.errors import RequestTimeoutError, ResponseError, StreamRecreatedError
 from jetstream_ext.kv.checkpoint import Changed, Checkpoint, Saved
-from jetstream_ext.kv.follower import DoubtedError, Follower
+from jetstream_ext.kv.follower import INTERVAL, DoubtedError, Follower
 from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.protocol.api import parsing
 from jetstream_ext.protocol.following import Doubt, Event, mark_of
-from jetstream_ext.protocol.options import check_function, check_not_coroutine, check_seconds, check_sequence
+from jetstream_ext.protocol.options import (
+    check_bool,
+    check_function,
+    check_not_coroutine,
+    check_seconds,
+    check_sequence,
+)
 from jetstream_ext.protocol.table import Content
 from jetstream_ext.protocol.updates import Change, Record, Watcher
 from jetstream_ext.text import counted, get_logger, log_state
@@ -39,12 +45,17 @@ _LONGEST_RETRY: Final = 1.0
 class Live:
     """The content of a table, kept current by a task from `open` to `close`."""
 
-    def __init__(self, source: KeyedStream, patterns: list[str], checkpoint: Path | None = None) -> None:
+    def __init__(
+        self, source: KeyedStream, patterns: list[str], checkpoint: Path | None = None, *, doorbell: bool = True
+    ) -> None:
+        check_bool(doorbell, "doorbell")
         self.source = source
         self.error: Exception | None = None
         """Why the table has ended."""
         self.closed: bool = False
         self._patterns = patterns
+        self._rings = doorbell
+        self._hurried = asyncio.Event()  # a caller waits
         self._checkpoint: Checkpoint | None = None
         if checkpoint is not None:
             identity = {"stream": source.stream, "prefix": source.prefix, "keys": sorted(patterns)}
@@ -58,7 +69,7 @@ class Live:
         self._trouble: Exception | None = None  # of the last step; None if it succeeded
 
     def _new_follower(self) -> Follower:
-        follower = Follower(self.source, self._patterns, self._wake_waiting)
+        follower = Follower(self.source, self._patterns, self._wake_waiting, rings=self._rings)
         follower.content.dirty = None if self._checkpoint is None else set()
         return follower
 
@@ -119,7 +130,7 @@ class Live:
 
     def _end(self, why: object = "") -> None:
         self._follower.enter(Event.ENDED, why)
-        self._follower.wakeups.disarm()
+        self._follower.waiter.leave()
         for future in self._waiting:
             if not future.done():
                 future.set_exception(self.reason())
@@ -153,7 +164,8 @@ class Live:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[future] = revision
-        self._follower.wakeups.hurry()
+        self._hurried.set()
+        self._follower.waiter.wake()
         try:
             async with asyncio.timeout(timeout):
                 await future
@@ -213,15 +225,12 @@ class Live:
             self._end(self.error)
 
     async def _follow(self) -> None:
-        failures, wakeups, what = 0, self._follower.wakeups, self.source.what
+        failures, what, clock = 0, self.source.what, asyncio.get_running_loop().time
         while True:
-            wakeups.begin()
+            self._hurried.clear()
             try:
                 with self.source.not_found():
                     read = await self._follower.step()
-                    if wakeups.wanted and not wakeups.armed and not read:
-                        await wakeups.arm()
-                        read = await self._follower.step()  # what was stored before the server had the subscription
             except DoubtedError as why:
                 if why.doubt is Doubt.LOST:
                     _log.warning("%s: the table is loaded again, because %s", what, why)
@@ -239,8 +248,16 @@ class Live:
             if self._trouble is not None:
                 _log.warning("%s: the table is current again", what)
             self._trouble, failures = None, 0
-            longest = self._follower.longest_pause()
-            await wakeups.pause(read, min(longest, LAG_PAUSE) if self._waiting else longest)
+            waiter, mark, now = self._follower.waiter, self._follower.mark, clock()
+            if read:
+                waiter.found()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(now + INTERVAL):
+                        await self._hurried.wait()
+            else:
+                longest = self._follower.longest_pause()
+                until = now + (min(longest, LAG_PAUSE) if self._waiting else longest)
+                await waiter.pause(None if mark is None else mark.state, self.content.revision + 1, until)
 
     # -- the checkpoint -----------------------------------------------------------------------------------------------
 

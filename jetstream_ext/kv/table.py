@@ -49,11 +49,11 @@ class Table(LiveMapping[KeyValueEntry[T], KeyValueChange[T]], Generic[T]):
             await flags.wait_for(revision)                  # read your own write, or that of another process
 
     The table is always a state that the bucket had: with `revision` R, every key is as it was at R. It never goes back to an
-    earlier one, whichever replica or mirror answers. It makes no consumer on the server.
+    earlier one, whichever replica or mirror answers.
 
-    It follows changes within milliseconds if the client may subscribe to the keys (then the server wakes it), and otherwise
-    asks up to every 0.25 s. A change whose wake-up is lost, or that is stored more than a second after it was published, is
-    seen after 5 s at most, and `wait_for` asks at once. An idle table sends one request in five seconds.
+    It follows changes within milliseconds: a doorbell wakes it (see `log.LogReader`). Where there can be none it asks every
+    0.25 s. A change for which the doorbell did not ring is seen after 5.5 s at most, and `wait_for` asks at once. An idle table
+    sends one request in 5.5 s.
 
     While the servers do not answer, the table keeps what it has, logs a warning to the logger ``jetstream_ext.kv``,
     and tries again indefinitely. It fails, with an error for every call that waits and every later read, if the bucket is
@@ -62,7 +62,7 @@ class Table(LiveMapping[KeyValueEntry[T], KeyValueChange[T]], Generic[T]):
 
     Values that expire by a TTL, or that a purge of the stream or a limit of it removes, leave the table as well, also where
     the server leaves no delete marker. If messages vanish without a trace (`purge_deletes`, ``STREAM.PURGE`` with a filter,
-    ``STREAM.MSG.DELETE``), the table notices it within 5 s, from the leader's numbers, and loads again. In a stream that
+    ``STREAM.MSG.DELETE``), the table notices it within 6 s, from the leader's numbers, and loads again. In a stream that
     limits the messages per subject, writes at the same time can hide that from a table of more than 1,000 keys, unless it is
     one of the whole bucket with a history of 1.
 
@@ -80,6 +80,7 @@ class Table(LiveMapping[KeyValueEntry[T], KeyValueChange[T]], Generic[T]):
             table and one process at a time, is at most a second old, and is written by a thread. A file that is damaged, of
             another table or written by a newer version is rebuilt, with a warning; one that is no checkpoint is an error.
         timeout: Seconds to wait for each answer, and for `wait_for`; None is the context's own.
+        doorbell: As for `log.LogReader`; without it the table asks four times a second.
 
     Raises:
         nats.js.errors.InvalidKeyError, ValueError, TypeError: As for `snapshot`.
@@ -91,7 +92,7 @@ class Table(LiveMapping[KeyValueEntry[T], KeyValueChange[T]], Generic[T]):
     Cancellation: Entering and leaving may be cancelled; nothing is left behind. If leaving is cancelled, the checkpoint may
         lack the last second.
 
-    Requires: As for `snapshot`; for the wake-ups, permission to subscribe to the keys' subjects (``$KV.<bucket>.>``).
+    Requires: As for `snapshot`; for the doorbell, permission to subscribe to the keys' subjects (``$KV.<bucket>.>``).
     """
 
     @overload
@@ -103,6 +104,7 @@ class Table(LiveMapping[KeyValueEntry[T], KeyValueChange[T]], Generic[T]):
         decode: None = None,
         checkpoint: str | Path | None = None,
         timeout: float | None = None,
+        doorbell: bool = True,
     ) -> None: ...
 
     @overload
@@ -114,6 +116,7 @@ class Table(LiveMapping[KeyValueEntry[T], KeyValueChange[T]], Generic[T]):
         decode: Callable[[bytes], T],
         checkpoint: str | Path | None = None,
         timeout: float | None = None,
+        doorbell: bool = True,
     ) -> None: ...
 
     def __init__(
@@ -124,10 +127,11 @@ class Table(LiveMapping[KeyValueEntry[T], KeyValueChange[T]], Generic[T]):
         decode: Callable[[bytes], Any] | None = None,
         checkpoint: str | Path | None = None,
         timeout: float | None = None,
+        doorbell: bool = True,
     ) -> None:
         patterns = check_filters(keys)
         bucket = Bucket(kv, timeout)
-        live = Live(bucket, patterns, None if checkpoint is None else Path(checkpoint))
+        live = Live(bucket, patterns, None if checkpoint is None else Path(checkpoint), doorbell=doorbell)
         entry: Callable[[str, Record], KeyValueEntry[Any]] = partial(entry_of_record, bucket.name)
         if decode is not None:
             check_function(decode, "decode", awaited=False)

@@ -136,7 +136,7 @@ class Group:
         on_lost: As for `LogReader`.
         timeout: Seconds to wait for an answer; None is the context's own.
         patience: Seconds that transient errors may last.
-        poll: As for `LogReader`.
+        poll, doorbell: As for `LogReader`.
 
     Attributes:
         context: The JetStream context.
@@ -176,6 +176,7 @@ class Group:
         timeout: float | None = None,
         patience: float = 30.0,
         poll: float = 0.25,
+        doorbell: bool = True,
     ) -> None:
         check_name(stream, "stream name")
         check_name(name, "group name")
@@ -217,6 +218,7 @@ class Group:
             buffer=check_int(buffer, "buffer"),
             on_lost=on_lost,
             poll=check_seconds(poll, "poll"),
+            doorbell=doorbell,
             store=GroupStore(js, bucket, stream, name, timeout=timeout, patience=check_seconds(patience, "patience")),
         )
         self._plan.reader(None, First())  # checks `on_lost`

@@ -48,6 +48,7 @@ class Plan:
     buffer: int
     on_lost: Literal["error", "skip"]
     poll: float
+    doorbell: bool
     store: GroupStore
     partitioner: Partitioner = field(init=False)
 
@@ -130,7 +131,6 @@ class Plan:
             settings=settings,
             buffer=self.buffer,
             buffer_bytes=BUFFER_BYTES,
-            poll=self.poll,
         )
 
     def reader(self, number: int | None, start: Start) -> LogReader:
@@ -147,6 +147,7 @@ class Plan:
             timeout=self.store.timeout,
             patience=self.store.patience,
             poll=self.poll,
+            doorbell=self.doorbell,
         )
 
     async def stream_state(self) -> StreamState:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from jetstream_ext.client.doorbell import Waiter
 from jetstream_ext.log.group_store import Settings
 from jetstream_ext.log.observed import reading_for
 from jetstream_ext.log.offsets import First, Seq, StoredOffset
-from jetstream_ext.log.reader import LogReader
+from jetstream_ext.log.reader import LogReader, wait_at_end, waiter_of
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.dispatch import Dispatcher
 
-_FIRST_PAUSE: Final = 0.005  # at the end of the stream, as for `LogReader`
+_AT_ONCE: Final = 0.001  # seconds: what is stored is read, and nothing is awaited
 
 
 class Lane:
@@ -29,17 +29,21 @@ class Lane:
         settings: Settings,
         buffer: int,
         buffer_bytes: int,
-        poll: float,
     ) -> None:
         self.task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.dispatcher: Dispatcher = Dispatcher(
-            partitions_of, buffer=buffer, buffer_bytes=buffer_bytes, wake=self._changed.set
+            partitions_of, buffer=buffer, buffer_bytes=buffer_bytes, wake=self._wake
         )
         self._reader = reader
         self._consumer = consumer  # the name of the group, or of its partition
         self._settings = settings
-        self._poll = poll
+        self._waiter: Waiter | None = None
+
+    def _wake(self) -> None:
+        self._changed.set()
+        if self._waiter is not None:
+            self._waiter.wake()
 
     def _start(self, seq: int) -> First | Seq | StoredOffset:
         settings = self._settings
@@ -51,28 +55,25 @@ class Lane:
 
     async def read(self, given: Callable[[Iterable[int]], None]) -> None:
         """Give messages to the partitions; call `given` with those that got some."""
-        with reading_for(self._reader, self._consumer):
-            await self._read(given)
+        with reading_for(self._reader, self._consumer), waiter_of(self._reader) as self._waiter:
+            await self._read(self._waiter, given)
 
-    async def _read(self, given: Callable[[Iterable[int]], None]) -> None:
-        pause = _FIRST_PAUSE
+    async def _read(self, waiter: Waiter, given: Callable[[Iterable[int]], None]) -> None:
         while True:
             self._changed.clear()
             read = self.dispatcher.next_read()
             if read is None:
+                waiter.found()
                 await self._changed.wait()
                 continue
             if self._reader.position != read.start:
                 self._reader.seek(self._start(read.start))
-            rows = await self._reader.read_for(self._poll, read.max_messages)
+            rows = await self._reader.read_for(_AT_ONCE, read.max_messages)
             end = self._reader.position
             assert end is not None
             given(self.dispatcher.feed(rows or [], read.start, end).given)
             if rows is not None or not read.may_wait:
-                pause = _FIRST_PAUSE
+                waiter.found()
                 await asyncio.sleep(0)  # what the reader has already must not keep the event loop
-                continue
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._changed.wait()
-            pause = min(2 * pause, self._poll)
+            elif not self._changed.is_set():
+                await wait_at_end(self._reader, waiter)

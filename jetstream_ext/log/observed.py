@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 from weakref import WeakKeyDictionary
 
@@ -44,6 +44,19 @@ def observe_lag(reader: _Reader, behind: int | None) -> None:
     """Tell an observer how far a reader is behind; None: it is not known, or the reader reads no more."""
     if telemetry.observer is not None:
         telemetry.observer.lag(reader, behind, reader.stream, consumer_of(reader))
+
+
+@contextlib.contextmanager
+def observed_receiving(reader: _Reader, connection: BaseConnection) -> Iterator[Callable[[int], None]]:
+    """Observe a read of some messages by a reader; the yielded function takes how many there were."""
+    if telemetry.observer is None:
+        yield lambda _: None
+        return
+    consumer = consumer_of(reader)
+    with telemetry.observer.begin(
+        telemetry.Kind.RECEIVE, connection, stream=reader.stream, consumer=consumer
+    ) as operation:
+        yield lambda count: operation.describe(messages=count)
 
 
 def observed_handling(

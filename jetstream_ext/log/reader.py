@@ -20,6 +20,7 @@ from jetstream_ext.client.api import (
     bisect_time,
     check_same_stream,
     first_since,
+    gather_bounded,
     get_at_leader,
     newest_up_to,
     settled_state,
@@ -28,6 +29,7 @@ from jetstream_ext.client.api import (
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.direct_reader import MessageBatch, link_of, read_blocks, read_one
+from jetstream_ext.client.doorbell import Waiter, shared
 from jetstream_ext.client.replaced import were_replaced_by_newer
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.errors import (
@@ -37,14 +39,14 @@ from jetstream_ext.errors import (
     StreamConfigMismatchError,
     StreamRecreatedError,
 )
-from jetstream_ext.log.observed import consumer_of, observe_lag
+from jetstream_ext.log.observed import consumer_of, observe_lag, observed_receiving
 from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stored, StoredOffset, Time, check_start
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
 from jetstream_ext.protocol.loss import Gaps
 from jetstream_ext.protocol.numbers import LARGEST
-from jetstream_ext.protocol.options import check_int, check_seconds, check_word
+from jetstream_ext.protocol.options import check_bool, check_int, check_seconds, check_word
 from jetstream_ext.protocol.reads import OneReply, Scan
 from jetstream_ext.protocol.subjects import can_be_asked_for, check_filter
 from jetstream_ext.text import get_logger, log_state, numbered, plural
@@ -56,10 +58,12 @@ _FIRST: Final = First()
 _GROUP: Final = 4096
 _GROUP_BYTES: Final = 4 << 20
 _REQUEST_BYTES: Final = 1 << 20
+# So few messages are read one by one from the leader: one round trip, and no replica or mirror has to catch up. The answers
+# have a third more bytes, and together they must not be too much for the connection.
+_FEW: Final = 8
+_FEW_BYTES: Final = 16 << 20
 # The most sequences of a group: a filter can leave few messages among many sequences.
 _WIDEST: Final = 1 << 40
-# The first pause at the end of the stream, in seconds; it doubles up to `poll`.
-_FIRST_PAUSE: Final = 0.005
 
 
 class LogReader:
@@ -97,7 +101,8 @@ class LogReader:
     reader only if it checked the stream before and after; then the old and the new ones count. A marker that the server
     stores when a TTL ends (``subject_delete_marker_ttl``) replaces the message.
 
-    An ``async for`` may be left and continued later; nothing has to be closed. One task at a time may read.
+    An ``async for`` may be left and continued later; nothing has to be closed, and nothing is left on the server. One task at
+    a time may read.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
@@ -106,8 +111,7 @@ class LogReader:
             the reader returns its first message, or has found that none matches so far, is no loss; what is removed after
             that is one.
         subject: Read only what matches this filter (wildcards allowed); None is everything.
-        tail: At the end of the stream, ``async for`` waits for more instead of ending. The reader asks the leader again
-            after 5 ms, then after twice as long each time, up to `poll`.
+        tail: At the end of the stream, ``async for`` waits for more instead of ending.
         on_lost: What happens where messages were lost that the reader has not read: ``"error"`` raises
             `PositionLostError`, ``"skip"`` continues after them and logs a warning to the logger ``jetstream_ext.log``. A
             filtered reader cannot know whether the removed messages would have matched; it assumes so.
@@ -115,8 +119,12 @@ class LogReader:
         timeout: Seconds to wait for an answer; None is the context's own.
         patience: Seconds that transient errors (an election, a restart, a lost connection) may last. A call fails after
             `timeout` and `patience` together if nothing answers.
-        poll: The longest pause, in seconds, between two requests at the end of the stream: how late the reader may
-            notice a message after a quiet time, and how often an idle reader asks.
+        poll: Without a doorbell, the longest pause, in seconds, between two requests at the end of the stream: how late the
+            reader may notice a message after a quiet time, and how often an idle reader asks.
+        doorbell: At the end of the stream, wait for a doorbell, which rings within a millisecond, and ask the leader once in
+            5.5 s. It is a subscription to the subjects for one message, or else an ephemeral consumer, and all that wait for
+            the same on one connection share it. Where neither is possible or permitted, the reader polls, as it does with
+            False, and with ``confirm=False``.
         confirm: Have the leader verify what is read. False trusts the replica or mirror that answers and asks no leader:
             for many readers of one stream, and for reading a mirror or replica while the leader is away. The end of the
             stream is then where the responder's is. Messages that the responder lacks or that were removed are skipped
@@ -174,12 +182,16 @@ class LogReader:
         patience: float = 30.0,
         poll: float = 0.25,
         confirm: bool = True,
+        doorbell: bool = True,
     ) -> None:
         if subject is not None:
             check_filter(subject)
         check_word(on_lost, ("error", "skip"), "on_lost")
         self._patience = check_seconds(patience, "patience")
         self._poll = check_seconds(poll, "poll")
+        check_bool(doorbell, "doorbell")
+        self._rings = doorbell and confirm
+        self._waiter: Waiter | None = None  # at the end of the stream
         self._skips = on_lost == "skip"
         self._context = Context(js)
         self._timeout = self._context.resolve_timeout(timeout)
@@ -385,27 +397,28 @@ class LogReader:
 
     async def _fill(self, until: float, *, wait: bool) -> bool:
         """Make messages ready, or return at the time `until`; without `wait`, return False at the end of the stream."""
-        loop = asyncio.get_running_loop()
-        retry = self._retry()
-        pause = min(_FIRST_PAUSE, self._poll)
-        while True:
-            try:
-                ended = await retry.attempt(partial(self._advance, until))
-            except Exception as error:
-                observe_lag(self, None)
-                await retry.pause_if_transient(error)
-                self._state = None
-                continue
-            observe_lag(self, self._known_lag)
-            if ended and not wait:
-                return False
-            left = until - loop.time()
-            if self._ready or left <= 0:
-                return True
-            retry.reset()
-            # Polled: a reader of a mirror, a stream with sources or another account does not see messages published.
-            await asyncio.sleep(min(pause, left))
-            pause = min(pause * 2, self._poll)
+        loop, retry, few = asyncio.get_running_loop(), self._retry(), True
+        waiter: Waiter | None = None
+        with contextlib.ExitStack() as waiting:
+            while True:
+                try:
+                    ended = await retry.attempt(partial(self._advance, until, few=few))
+                except Exception as error:
+                    few = False  # their answers may have been too large for the connection
+                    observe_lag(self, None)
+                    await retry.pause_if_transient(error)
+                    self._state = None
+                    continue
+                observe_lag(self, self._known_lag)
+                if ended and not wait:
+                    return False
+                if self._ready or loop.time() >= until:
+                    if self._ready and waiter is not None:
+                        waiter.found()
+                    return True
+                retry.reset()
+                waiter = waiter or waiting.enter_context(waiter_of(self))
+                await wait_at_end(self, waiter, until)
 
     @property
     def _known_lag(self) -> int:
@@ -420,7 +433,7 @@ class LogReader:
             self._patience, transient=lambda error: (is_transient_read if self._checked else is_transient)(error)
         )
 
-    async def _advance(self, until: float) -> bool:
+    async def _advance(self, until: float, *, few: bool) -> bool:
         """Make messages ready; return True if there are none up to the stream's end, as its leader or responder reports.
 
         That is the end that this call sees first, because others may store messages as fast as they are read. Return False
@@ -459,21 +472,23 @@ class LogReader:
                     return True
             if state is not before and state.leader_is_certain:
                 end = min(end, state.last_seq)
-            await self._read_group(position, state)
+            await self._read_group(position, state, few=few)
         return False
 
-    async def _read_group(self, position: int, state: StreamState) -> None:
-        """Read a group of messages, have the leader verify it, and make it ready."""
+    async def _read_group(self, position: int, state: StreamState, *, few: bool) -> None:
+        """Read a group of messages, have the leader verify it, and make it ready; a `few` at the end come from the leader."""
         if position < state.first_seq:
             if self._at_head or await self._were_replaced(state):
                 position = state.first_seq
             else:
                 position = self._report_loss(position, state.first_seq)
+        at_end = few and self._before is not None and self._before.last_seq < position  # when it looked before
         self._note(state, position)
         before, complete = state, self.subject is None and state.has_every_sequence
-        rows, end, heard = await self._read_rows(position, state)
-        # A read that has all its rows may have waited for the end of the answer.
-        state = await self._look(max(0.001, heard + self._timeout - asyncio.get_running_loop().time()))
+        rows, end, heard = await self._read_rows(position, state, few=at_end)
+        if not (at_end and _shows(state, rows, position)):
+            # A read that has all its rows may have waited for the end of the answer.
+            state = await self._look(max(0.001, heard + self._timeout - asyncio.get_running_loop().time()))
         await self._check_witnesses(state, rows)
         rows = rows[bisect_left(rows, position, key=attrgetter("seq")) :]
         if self._at_head:
@@ -604,11 +619,11 @@ class LogReader:
         self._note(state, self._position)
         return self._position
 
-    async def _read_rows(self, position: int, state: StreamState) -> tuple[list[StoredMsg], int, float]:
+    async def _read_rows(self, position: int, state: StreamState, *, few: bool) -> tuple[list[StoredMsg], int, float]:
         """Return a group of messages from a position on, the sequence where it ends, and when all of it was known.
 
         The messages begin with the newest witness, if it is below the position: so the same answer shows both. `state` is
-        the stream's state before.
+        the stream's state before. A `few` messages are read from its leader.
         """
         loop = asyncio.get_running_loop()
         heard = 0.0
@@ -616,6 +631,12 @@ class LogReader:
         size, end = 0, min(state.last_seq, position + self._span - 1)
         read_to = end
         first = min([position, *(seq for seq, _ in self._witnesses[:1] if seq >= state.first_seq)])
+        count = state.last_seq - position + 1
+        if few and count <= _FEW and count * self._context.connection.max_payload <= _FEW_BYTES:
+            seqs = [first, *range(max(position, first + 1), state.last_seq + 1)]
+            found = await self._read_few(seqs)
+            if found is not None:
+                return found, state.last_seq, loop.time()
         plan = Scan(subject=self.subject, seq=first, up_to_seq=end, max_bytes=_REQUEST_BYTES)
         reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True, consumer=consumer_of(self))
         async with contextlib.aclosing(reading) as blocks:
@@ -633,6 +654,20 @@ class LogReader:
         if not rows or rows[-1].seq < read_to:
             heard = loop.time()  # the leader has proved that nothing else is there
         return rows, read_to, heard
+
+    async def _read_few(self, seqs: list[int]) -> list[StoredMsg] | None:
+        """Return the messages with these sequences, from the leader; None if one of them has a subject that it cannot show."""
+
+        async def read(seq: int) -> StoredMsg | None:
+            request = {"seq": seq, "next_by_subj": self.subject or ">"}
+            return await get_at_leader(self._context, self.stream, request, self._timeout)
+
+        with observed_receiving(self, self._context.connection) as count:
+            found = await gather_bounded(read, seqs, limit=len(seqs))
+            count(len(found) - found.count(None))
+        by_seq = {message.seq: message for message in found if message is not None and message.seq <= seqs[-1]}
+        rows = [by_seq[seq] for seq in sorted(by_seq)]
+        return None if any("\ufffd" in row.subject for row in rows) else rows
 
     async def _look(self, timeout: float | None = None) -> StreamState:
         """Return the stream's state as its leader reports it now; raise an error if the reader cannot read it."""
@@ -742,3 +777,28 @@ class LogReader:
             found = None
         self._checked = True
         return found
+
+
+def _shows(state: StreamState, rows: list[StoredMsg], position: int) -> bool:
+    """Whether a state from before a read shows that the last row is all that the stream has had from a position on."""
+    if not rows or not state.first_seq <= position == state.last_seq:
+        return False
+    return (rows[-1].seq, rows[-1].time) == state.ends[0]
+
+
+# The next two are for whoever reads to the end again and again.
+
+
+def waiter_of(reader: LogReader) -> Waiter:
+    """Return what waits at the end of a reader's stream."""
+    waiter = reader._waiter  # noqa: SLF001 - its own module
+    if waiter is None:
+        context, rings, poll = reader._context, reader._rings, reader._poll  # noqa: SLF001 - its own module
+        waiter = Waiter(shared(context, reader.stream, reader.subject) if rings else None, poll=poll)
+        reader._waiter = waiter  # noqa: SLF001 - its own module
+    return waiter
+
+
+async def wait_at_end(reader: LogReader, waiter: Waiter, until: float = math.inf) -> None:
+    """Wait at the end of a reader's stream until it is time to look for more, or until the time `until`."""
+    await waiter.pause(reader._state, reader.position or 1, until)  # noqa: SLF001 - its own module

@@ -55,6 +55,7 @@ class Table(LiveMapping[StoredMsg, MessageChange]):
         subject: A filter (wildcards allowed), or several.
         checkpoint: As for `kvx.Table`.
         timeout: As for `kvx.Table`.
+        doorbell: As for `kvx.Table`.
 
     Raises:
         BadSubjectError, ValueError, TypeError: The stream's name or a filter is not valid.
@@ -65,7 +66,7 @@ class Table(LiveMapping[StoredMsg, MessageChange]):
     Cancellation: As for `kvx.Table`.
 
     Requires: nats-server 2.11, ``allow_direct``, permission for ``DIRECT.GET``, ``STREAM.INFO`` and ``STREAM.MSG.GET``; for
-        the wake-ups, permission to subscribe to the subjects.
+        the doorbell, permission to subscribe to the subjects.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Table(LiveMapping[StoredMsg, MessageChange]):
         *,
         checkpoint: str | Path | None = None,
         timeout: float | None = None,
+        doorbell: bool = True,
     ) -> None:
         check_name(stream, "stream name")
         if not isinstance(subject, str):
@@ -89,6 +91,7 @@ class Table(LiveMapping[StoredMsg, MessageChange]):
             KeyedStream(js, stream, timeout=timeout),
             [">"] if ">" in filters else filters,
             None if checkpoint is None else Path(checkpoint),
+            doorbell=doorbell,
         )
         super().__init__(live, partial(_message_of, stream), partial(_change_of, stream))
 

@@ -53,11 +53,11 @@ async def until(true: Callable[[], object], within: float = 20.0) -> None:
 
 @pytest.fixture
 def subscribed(caplog: pytest.LogCaptureFixture) -> Callable[[int], Awaitable[None]]:
-    """Wait until so many tables have subscribed to what wakes them."""
-    caplog.set_level(logging.DEBUG, "jetstream_ext.kv")
+    """Wait until the doorbells of so many tables were armed."""
+    caplog.set_level(logging.DEBUG, "jetstream_ext.client")
 
     async def wait(tables: int) -> None:
-        await until(lambda: sum(": subscribed;" in record.message for record in caplog.records) >= tables)
+        await until(lambda: sum(": armed;" in record.message for record in caplog.records) >= tables)
 
     return wait
 
@@ -287,7 +287,7 @@ class TestAfterAStall:
 
         seen: list[bool] = []
         async with opened(kv, None, ["s.>"], ["s.a", "s.b"]) as tables:
-            await subscribed(3)
+            await subscribed(2)  # two of them have the same filter
             tables[0].on_change(lambda change: seen.append(change.key == "s.b" and "s.a" in tables[0]))
             await stalled(remove)
             await tables[0].wait_for(await kv.put("s.b", b"3"))

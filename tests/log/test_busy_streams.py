@@ -102,9 +102,9 @@ def slow_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "_WIDEST", 10)
     read_group = LogReader._read_group
 
-    async def slow(self: LogReader, *arguments: Any) -> None:
+    async def slow(self: LogReader, *arguments: Any, **options: Any) -> None:
         await asyncio.sleep(0.02)
-        await read_group(self, *arguments)
+        await read_group(self, *arguments, **options)
 
     monkeypatch.setattr(LogReader, "_read_group", slow)
 

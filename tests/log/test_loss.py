@@ -94,10 +94,10 @@ async def test_a_purge_during_a_read_is_reported(
     reader = LogReader(js, name, start=Seq(1), on_lost=on_lost)
     read_rows = LogReader._read_rows
 
-    async def overtaken(self: LogReader, position: int, last: int) -> Any:
+    async def overtaken(self: LogReader, position: int, last: int, **options: Any) -> Any:
         if position == 11:
             await js.purge_stream(name, seq=18)
-        return await read_rows(self, position, last)
+        return await read_rows(self, position, last, **options)
 
     monkeypatch.setattr(LogReader, "_read_rows", overtaken)
     seen = [msg.seq for msg in await reader.read()]

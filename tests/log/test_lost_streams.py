@@ -118,8 +118,8 @@ async def test_stream_restored_in_the_middle_of_a_filtered_read_is_an_error(
     reader = LogReader(restored.js, "S", subject="s.none", start=Seq(2))
     read_group = LogReader._read_group
 
-    async def restore_after(self: LogReader, position: int, state: Any) -> None:
-        await read_group(self, position, state)
+    async def restore_after(self: LogReader, position: int, state: Any, **options: Any) -> None:
+        await read_group(self, position, state, **options)
         if position == 2:
             await restored.restore()
             await restored.publish(20)

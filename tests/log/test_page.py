@@ -86,11 +86,12 @@ def test_the_pages_name_every_public_name() -> None:
 
 
 def test_the_figures_of_the_page_are_those_of_the_code() -> None:
-    from jetstream_ext.client import api, replaced
-    from jetstream_ext.log import lease, reader, takeover, worker
+    from jetstream_ext.client import api, doorbell, replaced
+    from jetstream_ext.log import lease, takeover, worker
 
     assert (replaced._MOST_MESSAGES, replaced._MOST_BYTES, api.SETTLE) == (4096, 4 << 20, 3.0)
-    assert (reader._FIRST_PAUSE, worker._IDLE) == (0.005, 5.0)
+    assert (doorbell._QUIET, doorbell.REST, doorbell._KEPT, doorbell._INACTIVE) == (0.002, 5.5, 1.0, 5.0)
+    assert (doorbell._MOST_SUBJECTS, doorbell._LONG_QUIET, worker._IDLE) == (8, 0.25, 5.0)
     assert (takeover.TAKEOVER_PAUSE, takeover._YIELD_SECONDS, lease.SECONDS, lease._POLL) == (30.0, 5.0, 10, 0.25)
     signature = inspect.signature(log.LogReader)
     assert signature.parameters["poll"].default == 0.25

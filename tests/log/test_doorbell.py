@@ -1,0 +1,335 @@
+"""Who waits at the end of a stream is woken: readers here would poll once a minute, and tables and groups are in their own tests."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Self
+
+import nats
+import pytest
+from clients import connected
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.api import RetentionPolicy, StreamConfig, StreamSource
+
+import jetstream_ext.kv as kvx
+import jetstream_ext.log as log
+from jetstream_ext.testing import NatsCluster, NatsServer
+
+NEVER = 60.0
+"""A `poll` that is longer than any test here."""
+# As the page says: how long a consumer is kept for the next time, and after how long the server deletes one.
+KEPT, INACTIVE = 1.0, 5.0
+
+
+async def streams(js: JetStreamContext, name: str, **options: Any) -> dict[str, str]:
+    """Make a stream, a mirror and a stream that sources it; return the subject to publish on for each."""
+    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, **options))
+    await js.add_stream(StreamConfig(name=f"{name}-M", mirror=StreamSource(name=name), allow_direct=True))
+    await js.add_stream(StreamConfig(name=f"{name}-S", sources=[StreamSource(name=name)], allow_direct=True))
+    return dict.fromkeys((name, f"{name}-M", f"{name}-S"), f"{name}.a.b")
+
+
+class Tail:
+    """A task that reads the end of a stream, after it has waited for the first time."""
+
+    def __init__(self, js: JetStreamContext, stream: str, **options: Any) -> None:
+        self.reader = log.LogReader(js, stream, start=log.New(), tail=True, **{"poll": NEVER, **options})
+        self.found: asyncio.Queue[int] = asyncio.Queue()
+        self.task: asyncio.Task[None] | None = None
+
+    async def _run(self) -> None:
+        async for message in self.reader:
+            self.found.put_nowait(message.seq)
+
+    async def __aenter__(self) -> Self:
+        await self.reader.open()
+        self.task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self.task is not None
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+    async def next(self, within: float = 4.0) -> int:
+        """Return the sequence of the next message: sooner than the reader looks without a ring."""
+        return await asyncio.wait_for(self.found.get(), within)
+
+
+@pytest.fixture
+async def armed(caplog: pytest.LogCaptureFixture) -> Callable[[int], Awaitable[None]]:
+    """Wait until a doorbell was armed so often."""
+    caplog.set_level("DEBUG", "jetstream_ext.client")
+
+    async def armed(times: int = 1) -> None:
+        async with asyncio.timeout(10):
+            while sum(": armed;" in record.message for record in caplog.records) < times:
+                await asyncio.sleep(0.002)
+
+    return armed
+
+
+async def consumers(js: JetStreamContext, stream: str) -> list[str]:
+    return [info.name or "" for info in await js.consumers_info(stream)]
+
+
+@pytest.mark.parametrize("version", [None, "2.12.8", "2.11.0"])
+async def test_each_kind_of_stream_rings(version: str | None, armed: Callable[[int], Awaitable[None]]) -> None:
+    rung = 0
+    async with NatsServer(version=version) as server, await nats.connect(server.url) as nc:
+        js = nc.jetstream(timeout=20)
+        for stream, subject in (await streams(js, "S")).items():
+            for wanted in (None, "S.a.*"):
+                async with Tail(js, stream, subject=wanted) as tail:
+                    for _ in range(4):
+                        rung += 1
+                        await armed(rung)
+                        sent = await js.publish(subject)
+                        found = await tail.next()
+                        assert stream == "S-S" or found == sent.seq
+            await asyncio.sleep(KEPT + 0.5)
+            assert [name for name in await consumers(js, stream) if "doorbell" in name] == []
+
+
+async def test_bursts_are_read_completely(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    kinds = await streams(js, name)
+    async with contextlib.AsyncExitStack() as stack:
+        tails = [await stack.enter_async_context(Tail(js, stream)) for stream in kinds]
+        for size in (1, 2, 7, 8, 9, 300, 1):
+            for _ in range(size):
+                await js.publish(f"{name}.a")
+            await asyncio.sleep(0.02)
+        for tail in tails:
+            assert [await tail.next() for _ in range(328)] == list(range(1, 329))
+
+
+async def test_a_message_that_was_published_in_vain_does_not_end_the_wait(
+    js: JetStreamContext, stream_name: Callable[[], str], armed: Callable[[int], Awaitable[None]]
+) -> None:
+    name = stream_name()
+    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True))
+    async with Tail(js, name) as tail:
+        await armed(1)
+        requests = js._nc.stats["out_msgs"]
+        for _ in range(20):
+            with contextlib.suppress(nats.js.errors.APIError):
+                await js.publish(f"{name}.a", headers={"Nats-Expected-Last-Sequence": "99"})
+        await asyncio.sleep(0.5)
+        assert js._nc.stats["out_msgs"] - requests < 120
+        await js.publish(f"{name}.a")
+        assert await tail.next() == 1
+
+
+async def test_readers_share_one_doorbell_and_ask_rarely(own_server: NatsServer) -> None:
+    async with await nats.connect(own_server.url) as nc, await nats.connect(own_server.url) as other:
+        js = nc.jetstream(timeout=20)
+        kinds = await streams(js, "S")
+        for stream in ("S", "S-M"):
+            async with contextlib.AsyncExitStack() as stack:
+                tails = [await stack.enter_async_context(Tail(js, stream)) for _ in range(20)]
+                await asyncio.sleep(1)
+                own = [name for name in await consumers(other.jetstream(), stream) if "doorbell" in name]
+                assert len(own) == (stream == "S-M")
+                sent = nc.stats["out_msgs"]
+                await asyncio.sleep(5)
+                assert nc.stats["out_msgs"] - sent <= 4 * 5 + 1
+                await other.jetstream().publish(kinds[stream])
+                assert len({await tail.next() for tail in tails}) == 1
+
+
+async def test_what_ends_leaves_nothing(js: JetStreamContext, stream_name: Callable[[], str], leak_check: Any) -> None:
+    name = stream_name()
+    kinds = await streams(js, name)
+    for stream in kinds:
+        for pause in (0.0, 0.001, 0.002, 0.003, 0.004, 0.006, 0.01, 0.05):
+            async with Tail(js, stream):
+                await asyncio.sleep(pause)
+            async with Tail(js, stream) as one, Tail(js, stream) as two:  # the second goes on while the first ends
+                await asyncio.sleep(pause)
+                assert one.task is not None
+                one.task.cancel()
+                await js.publish(kinds[stream])
+                await two.next()
+        await asyncio.sleep(KEPT + 0.2)
+        assert [each for each in await consumers(js, stream) if "doorbell" in each] == []
+    await leak_check.assert_clean()
+
+
+PROGRAM = """
+import asyncio, sys, nats, jetstream_ext.log as log
+async def main():
+    nc = await nats.connect(sys.argv[1])
+    async for message in log.LogReader(nc.jetstream(), "S-M", start=log.First(), tail=True):
+        print(message.seq, flush=True)
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_process_leaves_its_consumer_for_some_seconds(own_server: NatsServer) -> None:
+    async with await nats.connect(own_server.url) as nc:
+        js = nc.jetstream(timeout=20)
+        await streams(js, "S")
+        await js.publish("S.a")
+        with subprocess.Popen([sys.executable, "-c", PROGRAM, own_server.url], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            await asyncio.to_thread(process.stdout.readline)
+            async with asyncio.timeout(20):
+                while not any("doorbell" in name for name in await consumers(js, "S-M")):
+                    await asyncio.sleep(0.05)
+            os.kill(process.pid, signal.SIGKILL)
+        async with asyncio.timeout(3 * INACTIVE):
+            while any("doorbell" in name for name in await consumers(js, "S-M")):
+                await asyncio.sleep(0.05)
+
+
+async def test_where_there_may_be_none_the_reader_polls(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, max_consumers=1))
+    await js.add_stream(
+        StreamConfig(name=f"{name}-M", mirror=StreamSource(name=name), allow_direct=True, max_consumers=1)
+    )
+    await js.add_stream(
+        StreamConfig(
+            name=f"{name}-W", sources=[StreamSource(name=name)], allow_direct=True, retention=RetentionPolicy.WORK_QUEUE
+        )
+    )
+    async with (
+        Tail(js, name, doorbell=False, poll=0.05) as off,
+        Tail(js, f"{name}-M", poll=0.05) as full,
+        Tail(js, f"{name}-W", poll=0.05, on_lost="skip") as queue,
+    ):
+        await asyncio.sleep(0.2)
+        assert await consumers(js, f"{name}-M") == []
+        assert await consumers(js, f"{name}-W") == []
+        await js.publish(f"{name}.a")
+        assert [await tail.next() for tail in (off, full, queue)] == [1, 1, 1]
+
+
+async def test_a_user_without_permission_polls_and_is_told_once() -> None:
+    users = """
+      authorization { users: [
+        { user: all, password: p }
+        { user: few, password: p, permissions: {
+            publish: [ "$JS.API.STREAM.INFO.>", "$JS.API.STREAM.MSG.GET.>", "$JS.API.DIRECT.GET.>" ], subscribe: [ "_INBOX.>" ] } } ] }
+    """
+    reported: list[Exception] = []
+
+    async def report(error: Exception) -> None:
+        reported.append(error)
+
+    async with NatsServer(config=users) as server:
+        own = {"user": "few", "password": "p", "error_cb": report}
+        async with await nats.connect(server.url, user="all", password="p") as nc:
+            js = nc.jetstream(timeout=20)
+            await js.add_stream(StreamConfig(name="S", subjects=["S.>"], allow_direct=True))
+            async with (
+                await nats.connect(server.url, **own) as limited,
+                Tail(limited.jetstream(timeout=20), "S", poll=0.05) as tail,
+            ):
+                for seq in range(1, 6):
+                    await asyncio.sleep(0.1)
+                    await js.publish("S.a")
+                    assert await tail.next() == seq
+    assert len(reported) == 2, reported  # the subscription and the consumer
+
+
+async def test_a_consumer_that_is_deleted_is_replaced(
+    js: JetStreamContext, stream_name: Callable[[], str], armed: Callable[[int], Awaitable[None]]
+) -> None:
+    name = stream_name()
+    await streams(js, name)
+    async with Tail(js, f"{name}-M") as tail:
+        for turn in range(1, 4):
+            await armed(2 * turn - 1)
+            await asyncio.sleep(1.1)  # one that is lost sooner is not made again at once
+            [own] = await consumers(js, f"{name}-M")
+            await js.delete_consumer(f"{name}-M", own)
+            await armed(2 * turn)
+            await js.publish(f"{name}.a")
+            assert await tail.next() == turn
+
+
+async def test_after_a_restart_of_the_server(own_server: NatsServer, armed: Callable[[int], Awaitable[None]]) -> None:
+    async with connected(own_server.url) as nc:
+        js = nc.jetstream(timeout=20)
+        await js.add_stream(name="S", subjects=["S.>"], allow_direct=True)
+        await js.add_stream(name="N", subjects=[f"N.{n}" for n in range(9)], allow_direct=True)
+        for stream, subject in {"S": "S.a", "N": "N.1"}.items():
+            async with Tail(js, stream) as tail:
+                await asyncio.sleep(0.1)
+                own_server.kill()
+                own_server.restart()
+                async with asyncio.timeout(30):
+                    while True:
+                        with contextlib.suppress(nats.errors.Error, nats.js.errors.APIError):
+                            await js.publish(subject, timeout=1)
+                            break
+                        await asyncio.sleep(0.05)
+                await tail.next(15)
+                await asyncio.sleep(0.1)
+                await js.publish(subject)
+                await tail.next()
+
+
+async def test_after_a_leader_change(cluster: NatsCluster, cluster_nc: Client, stream_name: Callable[[], str]) -> None:
+    js, name = cluster_nc.jetstream(timeout=20), stream_name()
+    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, num_replicas=3))
+    await js.add_stream(
+        StreamConfig(name=f"{name}-M", mirror=StreamSource(name=name), allow_direct=True, num_replicas=3)
+    )
+    for stream in (name, f"{name}-M"):
+        async with Tail(js, stream) as tail:
+            for _ in range(3):
+                await asyncio.sleep(0.3)
+                await cluster_nc.request(f"$JS.API.STREAM.LEADER.STEPDOWN.{stream}", b"", timeout=10)
+                async with asyncio.timeout(30):
+                    while True:
+                        with contextlib.suppress(nats.errors.Error, nats.js.errors.APIError):
+                            await js.publish(f"{name}.a", timeout=1)
+                            break
+                await tail.next(10)
+                await js.publish(f"{name}.a")
+                await tail.next()
+
+
+@pytest.fixture
+async def hub(leaf: NatsServer) -> AsyncIterator[JetStreamContext]:
+    """The context of the hub's domain, of a client of the leaf node."""
+    async with await nats.connect(leaf.url, connect_timeout=10) as nc:
+        js = nc.jetstream(domain="hub", timeout=20)
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(nats.errors.Error):
+                    await js.account_info()
+                    break
+                await asyncio.sleep(0.05)
+        yield js
+
+
+async def test_in_a_domain(
+    hub: JetStreamContext, stream_name: Callable[[], str], armed: Callable[[int], Awaitable[None]]
+) -> None:
+    name = stream_name()
+    await hub.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True))
+    async with Tail(hub, name) as tail:
+        for seq in range(1, 4):
+            await armed(seq)
+            await hub._nc.publish(f"{name}.a", b"")
+            assert await tail.next() == seq
+    kv = await kvx.ensure_bucket(hub, name)
+    async with kvx.Table(kv) as table:
+        await armed(4)
+        async with kvx.transaction(kv) as tx:
+            tx.put("a", b"1")
+        async with asyncio.timeout(4):
+            while "a" not in table:
+                await asyncio.sleep(0.005)
+    with pytest.raises(TypeError, match="doorbell must be True or False"):
+        kvx.Table(kv, doorbell=1)  # type: ignore[call-overload]
