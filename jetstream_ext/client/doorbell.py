@@ -1,4 +1,4 @@
-"""What tells those who wait at the end of a stream that it is time to look, and nothing else.
+"""What wakes the readers that wait at the end of a stream: it says that it is time to look, and nothing else.
 
 ::
 
@@ -6,14 +6,14 @@
                                 │                                 ▲
                                 └─ it cannot be had ──► pause ────┘ (all pauses grow)
 
-A doorbell is armed only while somebody waits at the end of a stream, and rings once, so it costs nothing while messages flow.
+A doorbell is armed only while a reader waits at the end of the stream, and rings once, so it costs nothing while messages flow.
 Where the client can hear what is published for the stream, it is a subscription that ends by itself after one message. That
 one rings before the message is stored, and not for one that was published before and is not stored yet, which is why one look
-is not enough. Otherwise it is an ephemeral consumer that is set to the position (ADR-60) and asked for one message. It is
-deleted when nobody waits, and ends by itself if the client does not come back. On a stream with another retention than
+is not enough. Otherwise it is an ephemeral consumer that is set to the position (ADR-60) and asked for one message. The
+library deletes it when no reader waits, and the server if the client does not come back. On a stream with another retention than
 ``limits``, a consumer would change what is kept, so there is none, nor if it took the last place of ``max_consumers``.
 
-A doorbell may be lost without a word, and a message may be stored long after it was published. So those who wait also look
+A doorbell may be lost without a word, and a message may be stored long after it was published. So the readers also look
 after pauses that grow, up to `REST`. A bell that has not rung for a message is not used for a while.
 """
 
@@ -47,7 +47,7 @@ from jetstream_ext.text import get_logger, log_state
 _log = get_logger("client")
 
 REST: Final = 5.5
-"""The longest pause in seconds between two looks of somebody who waits for the doorbell."""
+"""The longest pause in seconds between two looks of a reader that waits for the doorbell."""
 _QUIET: Final = 0.002  # seconds without a message after which it is armed
 _LONG_QUIET: Final = 0.25  # if that costs a new consumer each time: servers before 2.14
 # The first pauses after a ring, and after it was armed, how they grow, and up to which one: the next is `REST`.
@@ -89,7 +89,7 @@ class Doorbell:
     def _source(self) -> str:
         return f"doorbell of {self.stream!r}"
 
-    # -- for those who wait -------------------------------------------------------------------------------------------
+    # -- for the waiters ----------------------------------------------------------------------------------------------
 
     async def arm(self, waiter: Waiter, state: StreamState, position: int, *, quiet: float, within: float) -> bool:
         """Let the next message from a position on wake a waiter; return False if that cannot be had `within` so many seconds.
@@ -131,7 +131,7 @@ class Doorbell:
         return True
 
     def revise(self, state: StreamState) -> None:
-        """Wake everybody if the bell does not ring any more for a stream in this state."""
+        """Wake the waiters if the bell does not ring any more for a stream in this state."""
         bell = self._bell
         if bell is not None and not bell.fits(state):
             others = self._armed
@@ -140,7 +140,7 @@ class Doorbell:
                 self._wake(ring=False)
 
     def leave(self, waiter: Waiter, *, keep: bool) -> None:
-        """Wake a waiter no more; with `keep`, somebody may soon wait again."""
+        """Wake a waiter no more; with `keep`, it may soon wait again."""
         self._waiting.discard(waiter)
         bell = self._bell
         if not self._waiting and self._armed and bell is not None:
@@ -197,7 +197,7 @@ class Doorbell:
     # -- for the bell -------------------------------------------------------------------------------------------------
 
     def ring(self) -> None:
-        """Wake everybody who waits; it has to be armed again."""
+        """Wake the waiters; it has to be armed again."""
         self._armed = False
         self._silent = {kind: times for kind, times in self._silent.items() if not isinstance(self._bell, kind)}
         self._wake(ring=True)
@@ -211,7 +211,7 @@ class Doorbell:
             waiter.wake()
 
     def lose(self, bell: _Bell, why: Exception | None = None) -> None:
-        """Wake everybody who waits, because a bell does not ring any more."""
+        """Wake the waiters, because a bell does not ring any more."""
         if bell is not self._bell:
             return
         if why is not None:
@@ -440,7 +440,7 @@ def shared(context: Context, stream: str, subject: str | None) -> Doorbell:
 
 
 class Waiter:
-    """How one who waits for messages of a stream spends the time between two looks; use it as a context manager.
+    """How a reader, worker or table spends the time between two looks at its stream; use it as a context manager.
 
     Without a `doorbell`, or while it cannot be had, the pauses grow up to `poll` seconds; with it, up to `REST`.
     """
@@ -496,7 +496,8 @@ class Waiter:
             pause, factor, last = self._pause
             woken = await self._sleep(min(until, now + pause))
             self._rested = not woken and pause >= _TRUSTED and not self._rings
-            self._pause = REST if pause >= last else factor * pause, factor, last
+            if not woken:  # otherwise `ring` may have set it
+                self._pause = REST if pause >= last else factor * pause, factor, last
             return
         if self._at_once:
             self._at_once = False

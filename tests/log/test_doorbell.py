@@ -299,6 +299,34 @@ async def test_after_a_leader_change(cluster: NatsCluster, cluster_nc: Client, s
                 await tail.next()
 
 
+async def test_a_message_that_is_stored_long_after_it_was_published(
+    cluster: NatsCluster, stream_name: Callable[[], str]
+) -> None:
+    """The doorbell rings at once, and the followers store the message later: the reader looks again soon."""
+    name = stream_name()
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connected(server.url)) for server in cluster.servers]
+        js = clients[0].jetstream(timeout=20)
+        await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, num_replicas=3))
+        info = (await js.stream_info(name)).cluster
+        assert info is not None
+        [at] = [n for n, server in enumerate(cluster.servers) if server.name == info.leader]
+        followers = [server for server in cluster.servers if server.name != info.leader]
+        async with Tail(clients[at].jetstream(timeout=20), name) as tail:
+            for seq in (1, 2):
+                await asyncio.sleep(1.5)  # the reader looks only once in 5.5 s now
+                for server in followers:
+                    server.pause()
+                try:
+                    await clients[at].publish(f"{name}.a", b"")
+                    await clients[at].flush()
+                    await asyncio.sleep(0.4)
+                finally:
+                    for server in followers:
+                        server.resume()
+                assert await tail.next() == seq
+
+
 @pytest.fixture
 async def hub(leaf: NatsServer) -> AsyncIterator[JetStreamContext]:
     """The context of the hub's domain, of a client of the leaf node."""
