@@ -14,7 +14,7 @@ error means that it has begun, and has not ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
@@ -136,6 +136,13 @@ def letter_headers(message: StoredMsg, *, attempts: int, error: str, worker: str
         (WORKER, worker),
     ]
     return own_headers(pairs)
+
+
+def letter_versions(
+    message: StoredMsg, *, attempts: int, error: str, worker: str
+) -> Iterator[tuple[bytes, dict[str, str]]]:
+    """Yield the payload and headers of the dead letter for an input, and then smaller ones, for a stream that refuses it."""
+    yield message.data, letter_headers(message, attempts=attempts, error=error, worker=worker)
 
 
 def origin(message: StoredMsg) -> Origin | None:
