@@ -12,7 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import nats
@@ -26,7 +26,7 @@ from jetstream_ext.testing import NatsServer
 GAPS = (0.01, 0.1, 1.0)
 WARM_UP = 2  # messages that do not count
 
-Times = AsyncIterator[bytes]
+Times = AsyncGenerator[bytes, None]
 """The payloads of the messages, as they are seen: the times at which their publishes began."""
 
 
