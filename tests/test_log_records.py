@@ -30,7 +30,7 @@ EXPECTED = {
     ("log", "reader"): {"start found", "messages ready", "seek", "position committed"},
     ("log", "worker"): {"started", "inputs read", "input failed", "committed", "ended"},
     ("log", "group"): {"joined", "partitions assigned", "position committed", "left", "failed"},
-    ("log", "redrive"): {"letters sent"},
+    ("log", "redrive"): {"letter handed back"},
 }
 
 

@@ -32,7 +32,7 @@ NAMES = {
     "<output>": "T",
     "<letters>": "dead",
 }
-WITHOUT_REQUESTS = {"ttl_headers", "marker_reason", "with_ttl"}
+WITHOUT_REQUESTS = {"log.partition_of", "ttl_headers", "marker_reason", "with_ttl"}
 
 Call = Callable[[JetStreamContext], Awaitable[Any]]
 

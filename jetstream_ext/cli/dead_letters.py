@@ -57,7 +57,8 @@ def list_command(where: Target, stream: str, subject: str, limit: int, as_json: 
     if as_json:
         write_json({"stream": stream, "subject": subject, "letters": [_as_json(it) for it in found], "more": more})
         return
-    rows = table("sequence", "from", "subject", "attempts", "error")
+    lacks = ["lacks"] if any(letter.cut for letter in found) else []
+    rows = table("sequence", "from", "subject", "attempts", "error", *lacks)
     for letter in found:
         rows.add_row(
             str(letter.message.seq),
@@ -65,6 +66,7 @@ def list_command(where: Target, stream: str, subject: str, limit: int, as_json: 
             printable(letter.subject),
             str(letter.attempts),
             shortened(printable(letter.error), _SHOWN, count(len(letter.error), "character")),
+            *[printable(", ".join(letter.cut)) for _ in lacks],
         )
     screen = console()
     screen.print(rows)
@@ -108,6 +110,7 @@ def show_command(where: Target, stream: str, subject: str, sequence: int, full: 
         ("worker", letter.worker),
         ("attempts", str(letter.attempts)),
         ("error", letter.error),
+        *([("lacks, because it was too large", ", ".join(letter.cut))] if letter.cut else ()),
         *((f"header {name}", value) for name, value in letter.headers),
     ):
         say(f"{printable(name)}: {printable(value)}")
@@ -238,6 +241,7 @@ def _as_json(letter: DeadLetterMessage) -> dict[str, Any]:
         "attempts": letter.attempts,
         "error": letter.error,
         "worker": letter.worker,
+        "cut": letter.cut,
         "complete": letter.complete,
     }
 

@@ -19,7 +19,7 @@ from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.streams import enable_options
 from jetstream_ext.kv import enable as enable_in_bucket
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.limits import known_since
+from jetstream_ext.kv.history import known_since
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.options import OPTIONS, marker_subjects, ruled_out, ttl_value
 from jetstream_ext.protocol.subjects import check_name

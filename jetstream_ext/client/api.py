@@ -177,6 +177,8 @@ async def gather_bounded(work: Callable[[_Item], Awaitable[_T]], items: Iterable
     cancelled again.
     """
     todo = list(items)
+    if len(todo) == 1:
+        return [await work(todo[0])]
     results: list[_T | None] = [None] * len(todo)
     remaining = iter(enumerate(todo))
 

@@ -403,7 +403,7 @@ class Context:
     def connection(self) -> BaseConnection:
         """The client's connection; raises as `check_client` does."""
         self.check_client()
-        return connection_of(self.nc)
+        return getattr(self.nc, _CONNECTION_ATTRIBUTE, None) or connection_of(self.nc)
 
     def check_client(self) -> None:
         """Raise NotConnectedError if the client was never connected, or RuntimeError if another event loop connected it.

@@ -1,12 +1,10 @@
 """Key-value buckets: many keys at once, points in time, transactions."""
 
-from jetstream_ext.kv.admin import touch
 from jetstream_ext.kv.creation import enable, ensure_bucket
 from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot
-from jetstream_ext.kv.live import Changes
 from jetstream_ext.kv.reads import get_many, snapshot
-from jetstream_ext.kv.table import KeyValueChange, Table
-from jetstream_ext.kv.transaction import Committed, Transaction, retry_transaction, transaction
+from jetstream_ext.kv.table import Changes, KeyValueChange, Table
+from jetstream_ext.kv.transaction import Committed, Transaction, retry_transaction, touch, transaction
 
 __all__ = [
     "Changes",

@@ -11,23 +11,22 @@ import asyncio
 import contextlib
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import orjson
 
+from jetstream_ext.protocol.table import Content
 from jetstream_ext.protocol.updates import Record
-from jetstream_ext.text import counted, get_logger
+from jetstream_ext.text import counted, get_logger, log_state
 
 _T = TypeVar("_T")
 _log = get_logger("kv")
 
 _APPLICATION: Final = 0x4A53_5854  # "JSXT"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _SQLITE: Final = b"SQLite format 3\x00"  # how each file of SQLite begins
 _LOCKED: Final = 0.5  # seconds to wait for another process to let go of the file
 
@@ -36,36 +35,19 @@ class _UnusableError(Exception):
     """The file cannot be used, and may be rebuilt; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What a file has: the messages of its keys, and what was noted with them."""
-
-    rows: list[tuple[str, Record, bool]]
-    note: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """What has changed since the last time; with `complete`, it is everything."""
-
-    values: Mapping[str, Record]
-    deleted: Mapping[str, Record]
-    gone: Iterable[str]  # keys that have no message any more
-    note: dict[str, Any]
-    complete: bool
-
-
 class Checkpoint:
     """The file of one table, used by one thread of its own, so that the event loop never waits for a disk."""
 
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self.path: Path = path
+    def __init__(self, path: Path, table: str, identity: dict[str, Any]) -> None:
+        self._path = path
+        self._table = table  # what the log calls it
         self._identity = identity
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jetstream_ext checkpoint")
         self._database: sqlite3.Connection | None = None
+        self._saved: int | None = None  # the revision that the file has; None: the next save writes everything
 
-    async def open(self) -> Saved | None:
-        """Open the file and return what it has; None if it is new or is not usable, which is logged.
+    async def open(self) -> tuple[list[tuple[str, Record]], dict[str, Any]] | None:
+        """Open the file and return its messages and its note; None if it is new or is not usable, which is logged.
 
         Raises:
             ValueError: The file is not a checkpoint.
@@ -74,9 +56,31 @@ class Checkpoint:
         """
         return await self._run(self._open)
 
-    async def save(self, changed: Changed) -> None:
-        """Store what has changed, in one transaction; the caller must not change it."""
-        await self._run(lambda: self._save(changed))
+    def adopt(self, revision: int) -> None:
+        """Note that the table begins with what the file has, which is of `revision`."""
+        self._saved = revision
+
+    async def save(self, content: Content, note: dict[str, Any]) -> None:
+        """Store what of a table has changed since the last time, and a note, in one transaction."""
+        dirty, revision, complete = content.dirty or set(), content.revision, self._saved is None
+        if not dirty and revision == self._saved:
+            return
+        content.dirty = set()
+        values, deleted = content.values, content.deleted
+        if complete:
+            records = values | deleted
+        else:
+            records = {key: record for key in dirty if (record := values.get(key) or deleted.get(key))}
+        gone = [] if complete else [key for key in dirty if key not in records]
+        note = note | {"revision": revision, "count": len(content), "identity": self._identity}
+        try:
+            await self._run(lambda: self._save(records, gone, note, complete=complete))
+        except BaseException:
+            content.dirty |= dirty
+            raise
+        self._saved = revision
+        fields = {"revision": revision, "keys": len(records), "complete": complete}
+        log_state(_log, f"table of {self._table}", "checkpoint saved", **fields)
 
     async def close(self) -> None:
         """Close the file once everything before is stored."""
@@ -94,32 +98,34 @@ class Checkpoint:
 
     # -- on the thread ------------------------------------------------------------------------------------------------
 
-    def _open(self) -> Saved | None:
+    def _open(self) -> tuple[list[tuple[str, Record]], dict[str, Any]] | None:
         try:
             self._database = self._connect()
             return self._read(self._database)
         except _UnusableError as why:
-            _log.warning("checkpoint %s is rebuilt, because %s", self.path, why)
+            _log.warning("checkpoint %s is rebuilt, because %s", self._path, why)
         except sqlite3.DatabaseError as error:
             kind = getattr(error, "sqlite_errorname", "").split("_")[1:2]
             if kind in (["BUSY"], ["LOCKED"]):
-                raise BlockingIOError(f"checkpoint {self.path} is in use by another table") from None
+                raise BlockingIOError(f"checkpoint {self._path} is in use by another table") from None
             if kind not in (["CORRUPT"], ["NOTADB"], ["ERROR"]):  # the last one: it lacks a table or a column
-                raise OSError(f"checkpoint {self.path} cannot be opened: {error}") from error
-            _log.warning("checkpoint %s is rebuilt, because it is damaged: %s", self.path, error)
+                raise OSError(f"checkpoint {self._path} cannot be opened: {error}") from error
+            _log.warning("checkpoint %s is rebuilt, because it is damaged: %s", self._path, error)
         self._close()
         for suffix in ("", "-wal", "-shm"):
-            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
         self._database = self._connect()
         return None
 
     def _connect(self) -> sqlite3.Connection:
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             if (head := file.read(len(_SQLITE))) and head != _SQLITE:
                 if not any(head) or _SQLITE.startswith(head):
                     raise _UnusableError("its beginning is lost, as after a power failure")
-                raise ValueError(f"{self.path} is not a checkpoint of a table, and is left as it is; give another path")
-        database = sqlite3.connect(self.path, timeout=_LOCKED, isolation_level=None, check_same_thread=False)
+                raise ValueError(
+                    f"{self._path} is not a checkpoint of a table, and is left as it is; give another path"
+                )
+        database = sqlite3.connect(self._path, timeout=_LOCKED, isolation_level=None, check_same_thread=False)
         try:
             database.execute("PRAGMA locking_mode = EXCLUSIVE")
             database.execute("BEGIN EXCLUSIVE")
@@ -130,16 +136,16 @@ class Checkpoint:
             if empty and not application:
                 database.execute("CREATE TABLE note (content BLOB NOT NULL)")
                 database.execute(
-                    "CREATE TABLE messages (key BLOB PRIMARY KEY, seq INTEGER NOT NULL, deletes INTEGER NOT NULL, "
+                    "CREATE TABLE messages (key BLOB PRIMARY KEY, seq INTEGER NOT NULL, "
                     "time BLOB NOT NULL, headers BLOB NOT NULL, data BLOB NOT NULL, checksum INTEGER NOT NULL) WITHOUT ROWID"
                 )
                 database.execute(f"PRAGMA application_id = {_APPLICATION}")
                 database.execute(f"PRAGMA user_version = {_VERSION}")
             elif application != _APPLICATION:
-                raise ValueError(f"{self.path} is another program's database, and is left as it is; give another path")
+                raise ValueError(f"{self._path} is another program's database, and is left as it is; give another path")
             database.execute("COMMIT")
-            if version > _VERSION:
-                raise _UnusableError(f"a newer version of this package has written it (format {version})")
+            if not empty and version != _VERSION:
+                raise _UnusableError(f"another version of this package has written it (format {version})")
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
@@ -147,7 +153,7 @@ class Checkpoint:
             raise
         return database
 
-    def _read(self, database: sqlite3.Connection) -> Saved | None:
+    def _read(self, database: sqlite3.Connection) -> tuple[list[tuple[str, Record]], dict[str, Any]] | None:
         noted = database.execute("SELECT content FROM note").fetchall()
         if not noted:
             return None
@@ -158,32 +164,29 @@ class Checkpoint:
             raise _UnusableError(f"its note is malformed ({error})") from None
         if identity != self._identity:
             raise _UnusableError(f"it is of another table: {identity}, and not {self._identity}")
-        rows: list[tuple[str, Record, bool]] = []
-        for key, seq, deletes, time, headers, data, checksum in database.execute(
-            "SELECT key, seq, deletes, time, headers, data, checksum FROM messages ORDER BY seq"
+        rows: list[tuple[str, Record]] = []
+        for key, seq, time, headers, data, checksum in database.execute(
+            "SELECT key, seq, time, headers, data, checksum FROM messages ORDER BY seq"
         ):
             record = seq, data, time, headers
-            if checksum != _checksum(key, record, bool(deletes)):
+            if checksum != _checksum(key, record):
                 raise _UnusableError(f"the message {seq} is damaged")
-            rows.append((key.decode("utf-8", "surrogateescape"), record, bool(deletes)))
+            rows.append((key.decode("utf-8", "surrogateescape"), record))
         if len(rows) != count:
             raise _UnusableError(f"it has {counted(len(rows), 'message')}, and should have {count:,}")
-        return Saved(rows, note)
+        return rows, note
 
-    def _save(self, changed: Changed) -> None:
+    def _save(self, records: dict[str, Record], gone: list[str], note: dict[str, Any], *, complete: bool) -> None:
         database = self._database
         assert database is not None
-        kept = chain(_rows(changed.values, deletes=False), _rows(changed.deleted, deletes=True))
         database.execute("BEGIN IMMEDIATE")
         try:
-            if changed.complete:
+            if complete:
                 database.execute("DELETE FROM messages")
-            database.executemany("DELETE FROM messages WHERE key = ?", ((_encoded(key),) for key in changed.gone))
-            database.executemany("INSERT OR REPLACE INTO messages VALUES (?, ?, ?, ?, ?, ?, ?)", kept)
+            database.executemany("DELETE FROM messages WHERE key = ?", ((_encoded(key),) for key in gone))
+            database.executemany("INSERT OR REPLACE INTO messages VALUES (?, ?, ?, ?, ?, ?)", _rows(records))
             database.execute("DELETE FROM note")
-            database.execute(
-                "INSERT INTO note VALUES (?)", (orjson.dumps(changed.note | {"identity": self._identity}),)
-            )
+            database.execute("INSERT INTO note VALUES (?)", (orjson.dumps(note),))
             database.execute("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
@@ -200,13 +203,13 @@ def _encoded(key: str) -> bytes:
     return key.encode("utf-8", "surrogateescape")
 
 
-def _rows(held: Mapping[str, Record], *, deletes: bool) -> Iterator[tuple[Any, ...]]:
-    for name, record in held.items():
+def _rows(records: dict[str, Record]) -> Iterator[tuple[Any, ...]]:
+    for name, record in records.items():
         key, (seq, data, time, headers) = _encoded(name), record
-        yield key, seq, deletes, time, headers, data, _checksum(key, record, deletes)
+        yield key, seq, time, headers, data, _checksum(key, record)
 
 
-def _checksum(key: bytes, record: Record, deletes: bool) -> int:
+def _checksum(key: bytes, record: Record) -> int:
     seq, data, time, headers = record
-    head = b"%d %d %d %d %d " % (seq, deletes, len(key), len(time), len(headers))
+    head = b"%d %d %d %d " % (seq, len(key), len(time), len(headers))
     return zlib.crc32(b"".join((head, key, time, headers, data)))

@@ -20,7 +20,7 @@ from jetstream_ext.client.stream_options import STREAM_RANGES, check_known_optio
 from jetstream_ext.client.streams import check_leader, config_diff, create_stream, needed_features, only
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.limits import known_since, limits_of, with_record
+from jetstream_ext.kv.history import known_since, limits_of, with_record
 from jetstream_ext.protocol.api import StreamState, check_config
 from jetstream_ext.protocol.options import bucket_fields, bucket_subjects, check_unicode, marker_fields, reads_subject
 from jetstream_ext.protocol.subjects import bucket_prefix, bucket_stream

@@ -28,7 +28,7 @@ from jetstream_ext.protocol.headers import (
 from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.protocol.options import check_list
 from jetstream_ext.protocol.subjects import anything
-from jetstream_ext.protocol.table import FOREVER, Record, Update, Updates
+from jetstream_ext.protocol.updates import FOREVER, Record, Update, Updates
 from jetstream_ext.text import counted
 from jetstream_ext.ttl import marker_reason
 
@@ -147,24 +147,46 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
 def records_of(found: Block | Sequence[StoredMsg]) -> Iterator[tuple[str, Record]]:
     """Return messages as pairs of subject and record.
 
-    Different subjects are different texts (PEP 383). Raises ResponseError at once if a message of a block is malformed, or
-    the subject of a leader's message is not known.
+    Different subjects are different texts (PEP 383); a leader's message must have none with U+FFFD, which stands for other
+    bytes in its answers. Raises ResponseError at once if a message of a block is malformed.
     """
-    names, seqs, datas, times, headers = _columns(found)
-    return zip(names, zip(seqs, datas, times, headers, strict=True), strict=True)
+    names: list[str] = []
+    records: list[Record] = []
+    if not isinstance(found, Block):
+        for message in found:
+            names.append(message.subject)
+            time = format_time_ns(message.time_ns).encode()
+            records.append((message.seq, message.data, time, stored_block(message)))
+        return zip(names, records, strict=True)
+    try:
+        for row, seq, data in zip(found.each_row(), found.seqs, found.datas, strict=True):
+            names.append(row[ROW_SUBJECT].decode("utf-8", "surrogateescape"))
+            time = row[ROW_TIME][17:]
+            parse_time(time)
+            records.append((seq, data, time, row[ROW_STORED]))
+    except ResponseError:
+        found.check()  # its error names the message
+        raise
+    return zip(names, records, strict=True)
+
+
+# The times that servers write, each with a comma before it.
+_TIMES: Final = re.compile(
+    rb"(?:,\d{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])T(?:[01]\d|2[0-3])(?::[0-5]\d){2}(?:\.\d{1,9})?Z)*"
+)
 
 
 def updates_of(found: Block | Sequence[StoredMsg], subjects: Subjects) -> Updates:
     """Return messages as `protocol.table` takes them; raise as `records_of` does."""
     wanted = subjects.wanted
-    plain = _plain_columns(found, subjects.prefix)
-    if plain is None:
+    plain = found.plain_columns(subjects.prefix) if isinstance(found, Block) else None
+    if not isinstance(found, Block) or plain is None or not _TIMES.fullmatch(b",".join([b"", *plain[1]])):
         return [
             update_of(subjects, key, record)
             for name, record in records_of(found)
             if (key := subjects.key_of(name)) is not None
         ]
-    seqs, keys, datas, times = plain
+    seqs, datas, (keys, times) = found.seqs, found.datas, plain
 
     def pairs() -> Iterable[tuple[str, Record]]:
         every = zip(keys, zip(seqs, datas, times, repeat(b"")), strict=False)  # tuples that C code makes cost half
@@ -185,63 +207,6 @@ def update_of(subjects: Subjects, key: str, record: Record) -> Update:
         deletes = subjects.deletes(fields)
         ttl = FOREVER if never_expires(fields) else ttl_of(fields)
     return key, record, deletes, ttl
-
-
-# The times that servers write, each with a comma before it.
-_TIMES: Final = re.compile(
-    rb"(?:,\d{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])T(?:[01]\d|2[0-3])(?::[0-5]\d){2}(?:\.\d{1,9})?Z)*"
-)
-
-
-def _plain_columns(
-    found: Block | Sequence[StoredMsg], prefix: str
-) -> tuple[list[int], list[str], list[bytes], list[bytes]] | None:
-    """Return sequences, keys, payloads and times, or None if `_columns` must look at each message."""
-    if not isinstance(found, Block):
-        return None
-    plain = found.plain_columns(prefix)
-    if plain is None or not _TIMES.fullmatch(b",".join([b"", *plain[1]])):
-        return None
-    return found.seqs, plain[0], found.datas, plain[1]
-
-
-def _columns(
-    found: Block | Sequence[StoredMsg],
-) -> tuple[list[str], list[int], list[bytes], list[bytes], list[bytes]]:
-    """Return subjects, sequences, payloads, times and header blocks; raise as `records_of` does."""
-    if not isinstance(found, Block):
-        for message in found:
-            _check_known(message)
-        return (
-            [message.subject for message in found],
-            [message.seq for message in found],
-            [message.data for message in found],
-            [format_time_ns(message.time_ns).encode() for message in found],
-            [stored_block(message) for message in found],
-        )
-    names: list[str] = []
-    times: list[bytes] = []
-    headers: list[bytes] = []
-    try:
-        for row in found.each_row():
-            names.append(row[ROW_SUBJECT].decode("utf-8", "surrogateescape"))
-            times.append(row[ROW_TIME][17:])
-            parse_time(times[-1])
-            headers.append(row[ROW_STORED])
-    except ResponseError:
-        found.check()  # its error names the message
-        raise
-    return names, found.seqs, found.datas, times, headers
-
-
-def _check_known(message: StoredMsg) -> None:
-    """Raise ResponseError if the subject of a leader's message may be another one."""
-    if "\ufffd" in message.subject:
-        raise ResponseError(
-            f"stream {message.stream!r}: the key of message {message.seq} is not known, because its subject "
-            f"{message.subject!r} is not UTF-8, or has U+FFFD: answers of the stream's leader have U+FFFD instead of other "
-            "bytes; read other keys only (filters)"
-        )
 
 
 ROLLUP: Final = Header.ROLLUP.value
@@ -322,6 +287,12 @@ def entry_of_record(bucket: str, key: str, record: Record) -> KeyValueEntry:
     return KeyValueEntry(bucket, key, data, seq, parse_time(time), op, reason)
 
 
+def entry_of_message(bucket: str, key: str, message: StoredMsg) -> KeyValueEntry:
+    stored = stored_block(message)
+    op, reason = operation(decode_stored(stored)) if stored else ("PUT", None)
+    return KeyValueEntry(bucket, key, message.data, message.seq, message.time, op, reason)
+
+
 def key_text(key: str) -> str:
     r"""Return a key as valid text: ``\xNN`` for a byte that is not UTF-8, and two backslashes for one.
 
@@ -339,16 +310,11 @@ _FILTER: Final = re.compile(r"([-/_=a-zA-Z0-9]+|\*)(\.([-/_=a-zA-Z0-9]+|\*))*(\.
 EVERYTHING: Final = ">"
 
 
-def is_key(key: str) -> bool:
-    """Whether nats-py, nats.go and nats.js accept a key."""
-    return _KEY.fullmatch(key) is not None
-
-
 def check_key(key: str) -> None:
     """Raise InvalidKeyError for a key that nats-py, nats.go and nats.js refuse; TypeError if it is not a str."""
     if not isinstance(key, str):
         raise TypeError(f"a key must be str, not {type(key).__name__}")
-    if not is_key(key):
+    if not _KEY.fullmatch(key):
         raise InvalidKeyError(f"key {key!r} must be tokens of [-/_=a-zA-Z0-9] joined by single dots")
 
 

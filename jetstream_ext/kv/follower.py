@@ -14,10 +14,9 @@ from typing import Final
 from jetstream_ext.client.api import settled_state
 from jetstream_ext.client.doorbell import REST, Waiter, shared
 from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.kv.bucket import KeyedStream
 from jetstream_ext.kv.entries import EVERYTHING, update_of, updates_of
-from jetstream_ext.kv.keyed_stream import KeyedStream
-from jetstream_ext.kv.present import Present, empty_content, last_of_keys, read_now, read_under_the_same_limits
-from jetstream_ext.kv.proved_read import Piece, ProvedReader
+from jetstream_ext.kv.present import Piece, ProvedReader, empty_content, read_now, read_under_the_same_limits, stored_of
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.following import PHASES, Doubt, Event, Mark, Phase, find_doubt, settings_of
 from jetstream_ext.protocol.subjects import covering, matcher
@@ -56,12 +55,12 @@ class Follower:
         self.mark: Mark | None = None
         self.leader_seq: int = 0
         """The leader's last sequence, when it was asked last."""
-        self.waiter: Waiter = Waiter(None, poll=POLL)
+        self._filter: str | None = None  # for the server; None reads the whole stream
+        self._rings = rings
+        self.waiter: Waiter = self._new_waiter()
         self._patterns = patterns
         self._subjects = source.subjects()
         self._committed = committed
-        self._rings = rings
-        self._filter: str | None = None  # for the server; None reads the whole stream
         self._position = 0  # what is staged or committed
         self._dense = True  # and nothing is missing between the two
         self._session = 0  # of the connection, when the table was current
@@ -69,6 +68,9 @@ class Follower:
         self._looked = float("-inf")  # when the server was asked what has become of values that have expired
         self._last_load: tuple[float, float] = float("-inf"), 0.0  # because of a doubt: when it ended, and its seconds
         self._doubt: Doubt | None = None  # why the table is to be loaded, as soon as the last load is long enough ago
+
+    def _new_waiter(self) -> Waiter:
+        return Waiter(shared(self.source.context, self.source.stream, self._filter), poll=POLL, rings=self._rings)
 
     @property
     def current(self) -> bool:
@@ -106,27 +108,27 @@ class Follower:
         async def look() -> StreamState:
             return await self._known_stream(await settled_state(self.source.readable_state, self.content.revision))
 
-        async def read(state: StreamState) -> tuple[StreamState, Present]:
+        async def read(state: StreamState) -> tuple[Content, Mark]:
             nonlocal began
             began = loop.time()
-            return state, await read_now(self.source, self._patterns, state)
+            content, time = await read_now(self.source, self._patterns, state)
+            return content, Mark(state, (content.revision, time))
 
-        state, present = await read_under_the_same_limits(self.source, look, read)
-        self._begin(present.content, Mark(state, (present.content.revision, present.time)))
+        self._begin(*await read_under_the_same_limits(self.source, look, read))
         if self._doubt is not None:
             self._last_load = loop.time(), loop.time() - began
         self._session, self._heard, self._doubt = session, began, None
         self.enter(Event.LOADED)
         self._committed()
 
-    async def restore(self, rows: list[tuple[str, Record, bool]], revision: int, mark: Mark) -> None:
+    async def restore(self, records: list[tuple[str, Record]], revision: int, mark: Mark) -> None:
         """Begin with what a checkpoint has, and read what came since; raise DoubtedError if that is not enough."""
         state = await settled_state(self.source.readable_state, revision)
         await self.source.check_same(mark.state, state)
         if state.last_seq < revision:
             raise DoubtedError(Doubt.LOST, f"the stream ends at sequence {state.last_seq}, before revision {revision}")
         content = empty_content(state)
-        await asyncio.to_thread(lambda: content.feed([update_of(self._subjects, key, it) for key, it, _ in rows]))
+        await asyncio.to_thread(lambda: content.feed([update_of(self._subjects, *it) for it in records]))
         content.revision = revision
         self._begin(content, mark, state)
         if content.dirty is not None:
@@ -143,8 +145,7 @@ class Follower:
         self._subjects = self.source.subjects(matcher(self._patterns))
         self._filter = None if self._has_all(state) else covering(list(map(self.source.subject, self._patterns)))
         self.waiter.leave()
-        bell = shared(self.source.context, self.source.stream, self._filter) if self._rings else None
-        self.waiter = Waiter(bell, poll=POLL)
+        self.waiter = self._new_waiter()
         self.mark = mark
         content.succeed(before)
 
@@ -158,7 +159,7 @@ class Follower:
     # -- what came since ----------------------------------------------------------------------------------------------
 
     async def step(self) -> int:
-        """Make the table current; return how many messages were read.
+        """Make the table current; return how many of its messages were read.
 
         Raise DoubtedError if it has to be loaded, which the next call does.
         """
@@ -181,8 +182,7 @@ class Follower:
         async with aclosing(reader.follow(self._position, subject=self._filter)) as pieces:
             async for piece in pieces:
                 if len(piece):
-                    self._stage(piece)
-                    count += len(piece)
+                    count += self._stage(piece)
                 if session != connection.session:
                     break
                 if piece.exact:
@@ -194,7 +194,8 @@ class Follower:
                 asked = asyncio.get_running_loop().time()
         return count
 
-    def _stage(self, piece: Piece) -> None:
+    def _stage(self, piece: Piece) -> int:
+        """Take messages for the next commit; return how many of them are the table's."""
         found = piece.found
         if isinstance(found, list):
             seqs, size = [message.seq for message in found], sum(len(message.data) for message in found)
@@ -203,8 +204,10 @@ class Follower:
         missing = seqs[-1] - self._position - len(seqs)
         self._dense = self._dense and not missing
         # With a filter, most of what is missing are messages of others.
-        self.content.stage(updates_of(found, self._subjects), size, 0 if self._filter else missing)
+        updates = updates_of(found, self._subjects)
+        self.content.stage(updates, size, 0 if self._filter else missing)
         self._position = seqs[-1]
+        return len(updates)
 
     async def _commit_all(
         self, reader: ProvedReader, piece: Piece, stored: int | None, asked: float, session: int
@@ -241,7 +244,7 @@ class Follower:
         content.settle(end.now, end.first_seq)  # of what was staged
         if asked - self._looked >= POLL and (overdue := content.overdue_keys):
             self._looked = asked
-            content.expose(overdue, await last_of_keys(self.source, reader, overdue), now=False)
+            content.expose(overdue, await stored_of(self.source, reader, overdue), now=False)
         self.enter(Event.CONFIRMED)
         if state.leader != mark.state.leader:
             self.enter(Event.UNSURE, "the stream has another leader")

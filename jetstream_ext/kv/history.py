@@ -3,6 +3,10 @@
 A key at revision R is its newest message up to R. Servers remove the oldest messages of a key first, so if a message up to R
 is stored, the newest of them is the answer. If none is stored, the key did not exist, unless something was removed that may
 have been a message of the key. `Past.judge` decides that; its reasons are the table of docs/key-value.md.
+
+What a limit removes leaves no trace, and a server does not tell since when its limits hold. So `enable` writes a record into
+the metadata of the bucket's stream: the limits, and a time since which nothing else has removed messages. A record whose
+limits are not those of the stream is void, because another program has changed them since.
 """
 
 from __future__ import annotations
@@ -11,10 +15,13 @@ import enum
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any, Final
+
+import orjson
 
 from jetstream_ext.kv.entries import ROLLUP, Subjects, never_expires, operation, records_of
-from jetstream_ext.kv.limits import drops_oldest, known_since, limits_of
 from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.api import parse_time as parse_json_time
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.headers import (
     EXPECTED_LAST_SUBJECT,
@@ -25,8 +32,48 @@ from jetstream_ext.protocol.headers import (
 )
 from jetstream_ext.protocol.loss import Gaps
 from jetstream_ext.protocol.numbers import parse_number
-from jetstream_ext.protocol.table import Record
+from jetstream_ext.protocol.updates import Record
 from jetstream_ext.ttl import marker_reason
+
+RECORD: Final = "jetstream_ext.limits"
+"""The name of the record in the metadata."""
+
+_LIMITS: Final = (
+    "discard",
+    "max_age",
+    "max_bytes",
+    "max_msgs",
+    "max_msgs_per_subject",
+    "retention",
+    "subject_delete_marker_ttl",
+)
+
+
+def with_record(config: Mapping[str, Any], since: datetime) -> dict[str, Any]:
+    """Return a configuration with the record that its limits hold since a time."""
+    record = orjson.dumps({"since": since.isoformat(), "limits": limits_of(config)}).decode()
+    return {**config, "metadata": {**(config.get("metadata") or {}), RECORD: record}}
+
+
+def known_since(state: StreamState) -> datetime | None:
+    """Return the time since which only the limits of a stream have removed messages that it had then; None: unknown."""
+    try:
+        record = orjson.loads(state.config["metadata"][RECORD])
+        since = parse_json_time(record["since"])
+        return since if record["limits"] == limits_of(state.config) else None
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        return None
+
+
+def limits_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the limits in a configuration that are set."""
+    return {name: value for name in _LIMITS if (value := config.get(name)) not in (None, 0, -1)}
+
+
+def drops_oldest(state: StreamState) -> bool:
+    """Whether a stream makes room for new messages by removing its oldest ones, whatever their subjects."""
+    sizes = ("max_bytes", "max_msgs")
+    return str(state.config.get("discard") or "old") == "old" and any(name in limits_of(state.config) for name in sizes)
 
 
 class Reason(enum.StrEnum):

@@ -9,7 +9,7 @@ from typing import Final
 
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import first_since, gather_bounded, wait_for_sequence
+from jetstream_ext.client.api import first_since, wait_for_sequence
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import (
@@ -19,31 +19,27 @@ from jetstream_ext.kv.entries import (
     check_filters,
     check_keys,
     entry_of_record,
-    updates_of,
 )
 from jetstream_ext.kv.history import Past, PastContent, Reason, ResolvedRevision, deletes
 from jetstream_ext.kv.present import (
+    ProvedReader,
     check_end,
+    last_records,
     read_by_name,
     read_from_any,
     read_now,
     read_under_the_same_limits,
+    taking_last,
 )
-from jetstream_ext.kv.proved_read import ProvedReader
 from jetstream_ext.protocol import advice
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.loss import Gaps
 from jetstream_ext.protocol.options import check_sequence, rfc3339
-from jetstream_ext.protocol.subjects import is_literal, matcher
-from jetstream_ext.protocol.table import Content, Record
+from jetstream_ext.protocol.subjects import covering, is_literal, matcher
+from jetstream_ext.protocol.updates import Record
 
 # So many messages of the log cost as much as looking up the last message of one key up to some revision.
 _ROWS_PER_LOOKUP: Final = 40
-# Of a bucket with more messages or bytes, only what matches is read.
-_SMALL_LOG: Final = 16_000
-_SMALL_BYTES: Final = 64 << 20
-_READS_AT_ONCE: Final = 8
 _MICROSECOND: Final = timedelta(microseconds=1)
 
 
@@ -107,27 +103,24 @@ async def get_many(
         else:
             known, point = await _read_past(bucket, wanted, at)
             _check(bucket, point, known)
-            found = {key: record for key, record in known.records.items() if not deletes(record)}
-    return {key: entry_of_record(bucket.name, key, record) for key in wanted if (record := found.get(key)) is not None}
+            found = known.records
+    entries = (entry_of_record(bucket.name, key, found[key]) for key in wanted if key in found)
+    return {entry.key: entry for entry in entries if entry.operation == "PUT"}
 
 
 async def _read_keys(bucket: Bucket, keys: list[str], min_revision: int | None) -> dict[str, Record]:
-    """Return the values of `keys` now, from replicas that have what the leader has, or `min_revision`."""
-    content, wanted = Content(), frozenset(keys).__contains__
-
-    def take(found: Block | Sequence[StoredMsg]) -> None:
-        content.feed(updates_of(found, bucket.subjects(wanted)))  # a mirror's prefix is known once its state is
-
-    if min_revision is not None:
-        keys = await read_from_any(bucket, keys, min_revision, take)
-    if keys:
-        state = await bucket.readable_state()
-        if min_revision is not None and state.last_seq < min_revision:
-            await wait_for_sequence(bucket.context, bucket.stream, min_revision, bucket.timeout)
-        replies = await read_by_name(bucket, ProvedReader(bucket, min_revision or state.last_seq), keys, take)
-        if replies > 1:
-            await bucket.check_same(state)
-    return content.values
+    """Return the messages of `keys` now, from replicas that have what the leader has, or `min_revision`."""
+    found: dict[str, Record] = {}
+    take = taking_last(bucket, keys, found)
+    if min_revision is not None and not (keys := await read_from_any(bucket, keys, min_revision, take)):
+        return found
+    state = await bucket.readable_state()
+    if min_revision is not None and state.last_seq < min_revision:
+        await wait_for_sequence(bucket.context, bucket.stream, min_revision, bucket.timeout)
+    replies = await read_by_name(bucket, ProvedReader(bucket, min_revision or state.last_seq), keys, take)
+    if replies > 1:
+        await bucket.check_same(state)
+    return found
 
 
 async def snapshot(
@@ -171,17 +164,16 @@ async def snapshot(
     bucket = Bucket(kv, timeout)
     with bucket.not_found():
         if at is None:
-            present = await read_under_the_same_limits(
+            content, time = await read_under_the_same_limits(
                 bucket, bucket.readable_state, lambda state: read_now(bucket, patterns, state)
             )
-            content = present.content
             return KeyValueSnapshot(
                 {**content.values, **(content.deleted if include_deletes else {})},
                 bucket=bucket.name,
                 revision=content.revision,
-                time=present.time,
+                time=time,
             )
-        known, point = await _read_past(bucket, patterns, at, strict=strict)
+        known, point = await _read_past(bucket, patterns, at)
     if strict:
         _check(bucket, point, known)
     records = known.records
@@ -231,9 +223,7 @@ async def _revision_at(bucket: Bucket, state: StreamState, when: datetime) -> in
     return await first_since(bucket.context, state, when + _MICROSECOND, bucket.timeout) - 1
 
 
-async def _read_past(
-    bucket: Bucket, patterns: list[str], at: int | datetime, *, strict: bool = True
-) -> tuple[PastContent, ResolvedRevision]:
+async def _read_past(bucket: Bucket, patterns: list[str], at: int | datetime) -> tuple[PastContent, ResolvedRevision]:
     """Return what is known of the keys that match `patterns` at `at`."""
 
     async def read(state: StreamState) -> tuple[PastContent, ResolvedRevision]:
@@ -245,7 +235,7 @@ async def _read_past(
             known = await _read_newest(bucket, patterns, state, point)
         if known is None and all(map(is_literal, patterns)):
             known = await _read_named(bucket, patterns, state, point)
-        return known or await _read_log(bucket, patterns, state, point, strict=strict), point
+        return known or await _read_log(bucket, patterns, state, point), point
 
     return await read_under_the_same_limits(bucket, bucket.readable_state, read)
 
@@ -254,7 +244,7 @@ async def _read_newest(
     bucket: Bucket, patterns: list[str], state: StreamState, point: ResolvedRevision
 ) -> PastContent | None:
     """Return what the bucket holds now, or None if something was stored since the revision was the newest one."""
-    content = (await read_now(bucket, patterns, state)).content
+    content, _ = await read_now(bucket, patterns, state)
     return PastContent({**content.values, **content.deleted}, {}) if content.revision == point.revision else None
 
 
@@ -274,45 +264,27 @@ async def _read_named(
     return PastContent(records, {}) if settled else None
 
 
-async def last_records(
-    bucket: Bucket, reader: ProvedReader, keys: Sequence[str], *, up_to: int | None = None
-) -> dict[str, Record]:
-    """Return the last message of each of `keys` that has one, up to the revision `up_to`."""
-    content, subjects = Content(), bucket.subjects(frozenset(keys).__contains__)
-    await read_by_name(bucket, reader, keys, lambda found: content.feed(updates_of(found, subjects)), up_to=up_to)
-    return content.values | content.deleted
-
-
-async def _read_log(
-    bucket: Bucket, patterns: list[str], state: StreamState, point: ResolvedRevision, *, strict: bool
-) -> PastContent:
+async def _read_log(bucket: Bucket, patterns: list[str], state: StreamState, point: ResolvedRevision) -> PastContent:
     """Return what is known of the keys that match `patterns`, from the whole log.
 
-    Of a large bucket that has removed nothing, or if it need not be complete, only the messages that match are read.
+    If nothing of it was ever removed, it decides nothing about other keys, and only the messages that match are read.
     """
-    named = [pattern for pattern in patterns if is_literal(pattern)]
-    wild = len(named) < len(patterns)
-    large = state.messages > _SMALL_LOG or state.size > _SMALL_BYTES
-    partly = large and wild and patterns != [EVERYTHING] and (state.never_removed or not strict)
-    gaps = None if partly else Gaps(state.lowest_seq, state.last_seq)
+    gaps = None if state.never_removed else Gaps(state.lowest_seq, state.last_seq)
+    whole = gaps is not None or patterns == [EVERYTHING]
+    subject = None if whole else covering(list(map(bucket.subject, patterns)))
     reader, past = ProvedReader(bucket, state.last_seq), Past(bucket.subjects(matcher(patterns)), point, gaps)
-
-    async def read(subject: str | None) -> None:
-        async for block in reader.log(state.lowest_seq, state.last_seq, subject=subject):
-            if gaps is not None:
-                gaps.add(block.seqs)
-            past.feed(block)
-
+    async for block in reader.log(state.lowest_seq, state.last_seq, subject=subject):
+        if gaps is not None:
+            gaps.add(block.seqs)
+        past.feed(block)
     if gaps is not None:
-        await read(None)
         gaps.close()
-    else:
-        await gather_bounded(read, list(map(bucket.subject, patterns)), limit=_READS_AT_ONCE)
     await reader.catch_up(state.last_seq, past.feed)
     end = await check_end(bucket, state)
-    if partly and strict and not end.never_removed:
-        return await _read_log(bucket, patterns, end, point, strict=strict)
-    return past.judge(end, named=named, wild=wild)
+    if gaps is None and not end.never_removed:
+        return await _read_log(bucket, patterns, end, point)
+    named = [pattern for pattern in patterns if is_literal(pattern)]
+    return past.judge(end, named=named, wild=len(named) < len(patterns))
 
 
 def _check(bucket: Bucket, point: ResolvedRevision, known: PastContent) -> None:

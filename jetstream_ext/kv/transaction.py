@@ -1,55 +1,58 @@
-"""Transactions: operations on a bucket that are committed together if nothing that was read has changed."""
+"""Transactions: operations on a bucket that are committed together if nothing that was read has changed; and `touch`."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from inspect import isawaitable
 from types import TracebackType
 from typing import Any, Final, Generic, Literal, NamedTuple, Self, TypeVar
 
-from nats.js.api import DEFAULT_PREFIX
+from nats.js.errors import KeyNotFoundError
 from nats.js.kv import KeyValue
-from nats.nuid import NUID
 
 from jetstream_ext.client import telemetry
-from jetstream_ext.client.api import forget_stream, lookup_stream
 from jetstream_ext.client.atomic import BatchState
-from jetstream_ext.client.outcome import may_be_known_later
+from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
-    AtomicPublishIncompleteError,
-    AtomicPublishTooLargeError,
+    BadHeaderError,
     BadSubjectError,
     BatchAbandonedError,
     BatchClosedError,
     BatchOutcomeUnknownError,
     KeyConflictError,
-    NoStreamError,
+    MaxPayloadError,
     Outcome,
     RequestTimeoutError,
     StreamRecreatedError,
     WrongLastSequenceError,
 )
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.commit import BatchCommit, Commit, PublishCommit
-from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
-from jetstream_ext.kv.staging import Staging
-from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.options import check_function, check_seconds, check_sequence, reads_subject
+from jetstream_ext.kv.commit import Commit, PublishWrite, Staged, conflict, exists, moved, revision_of
+from jetstream_ext.kv.entries import ROLLUP_HEADERS, KeyValueEntry, Operation, check_key, check_keys, operation
+from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.headers import MSG_ID, MSG_TTL, encode, is_instruction
+from jetstream_ext.protocol.options import (
+    check_function,
+    check_seconds,
+    check_sequence,
+    message_headers,
+    payload_bytes,
+    ttl_value,
+)
+from jetstream_ext.protocol.subjects import check_subject
 from jetstream_ext.text import counted, get_logger, log_state
-from jetstream_ext.types import TTL, BatchAck
+from jetstream_ext.types import NEVER, TTL, BatchMessage, own_headers
 
 _Result = TypeVar("_Result")
 
 _log: Final = get_logger("kv")
 
 _OUTCOMES: Final[dict[BatchState, Outcome]] = {"committed": "stored", "unknown": "unknown"}
-_CARRIERS_REFUSED: Final = AtomicPublishTooLargeError, AtomicPublishIncompleteError, NoStreamError
-# How often a commit is sent again because a key to be created turned out to have a delete marker.
-_MAX_COMMIT_RETRIES: Final = 3
 # Seconds. Conflicts are short, so the first pauses between two runs of a transaction are, too.
 _FIRST_PAUSE: Final = 0.004
 
@@ -82,13 +85,16 @@ class Transaction:
     def __init__(self, bucket: Bucket, errors: list[Exception]) -> None:
         self._bucket = bucket
         self._errors = errors  # gets those that `get`, `get_many` and `commit` raise
-        self._staging = Staging(bucket.prefix, bucket=bucket.name, max_payload=bucket.context.connection.max_payload)
-        self._write: Commit | None = None  # the newest commit
+        self._max_payload = bucket.context.connection.max_payload
+        self._reads: dict[str, KeyValueEntry | None] = {}  # delete markers included; None: the key had no message
+        self._writes: dict[str, Staged] = {}
+        self._events: list[BatchMessage] = []
+        self._commit: Commit | None = None
         self._state: BatchState = "open"
         self._revisions: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"<Transaction on {self._bucket.name!r} of {counted(len(self._staging.writes), 'key')}, {self._state}>"
+        return f"<Transaction on {self._bucket.name!r} of {counted(len(self._writes), 'key')}, {self._state}>"
 
     @property
     def state(self) -> BatchState:
@@ -113,8 +119,7 @@ class Transaction:
             BatchClosedError: The transaction has ended.
             nats.js.errors.InvalidKeyError, MaxPayloadError, ValueError, TypeError: Invalid argument; nothing changed.
         """
-        self._check_open()
-        self._staging.write("PUT", key, value, ttl)
+        self._stage("PUT", key, value, ttl)
 
     def create(self, key: str, value: bytes, *, ttl: TTL | None = None) -> None:
         """Write a value if the key does not exist; otherwise the commit fails.
@@ -123,8 +128,12 @@ class Transaction:
             KeyConflictError: The transaction has read or written the key, and it exists.
             BatchClosedError, nats.js.errors.InvalidKeyError, MaxPayloadError, ValueError, TypeError: As for `put`.
         """
-        self._check_open()
-        self._staging.create(key, value, ttl)
+        staged, found = self._writes.get(key), self._reads.get(key)
+        known = staged or found
+        if self._state == "open" and known is not None and known.operation == "PUT":
+            why = exists(found.revision) if found and not staged else "this transaction already writes it"
+            raise conflict(self._bucket, f"key {key!r} cannot be created, because {why}", (key,))
+        self._stage("PUT", key, value, ttl, creates=True)
 
     def update(self, key: str, value: bytes, *, last: int, ttl: TTL | None = None) -> None:
         """Write a value if the key is at revision `last` (0: it has never existed); otherwise the commit fails.
@@ -134,8 +143,7 @@ class Transaction:
             ValueError: The transaction has written the key before; or as for `put`.
             BatchClosedError, nats.js.errors.InvalidKeyError, MaxPayloadError, TypeError: As for `put`.
         """
-        self._check_open()
-        self._staging.write("PUT", key, value, ttl, last=check_sequence(last, "last", low=0))
+        self._stage("PUT", key, value, ttl, last=check_sequence(last, "last", low=0))
 
     def delete(self, key: str, *, last: int | None = None) -> None:
         """Write a delete marker, if the key is at revision `last` (None: any); the key's history stays.
@@ -143,8 +151,7 @@ class Transaction:
         Raises:
             KeyConflictError, BatchClosedError, ValueError, nats.js.errors.InvalidKeyError, TypeError: As for `update`.
         """
-        self._check_open()
-        self._staging.write("DEL", key, last=last)
+        self._stage("DEL", key, last=last)
 
     def purge(self, key: str, *, last: int | None = None, ttl: TTL | None = None) -> None:
         """Replace the key's history by a purge marker, if the key is at revision `last` (None: any).
@@ -158,8 +165,48 @@ class Transaction:
         Raises:
             KeyConflictError, BatchClosedError, ValueError, nats.js.errors.InvalidKeyError, TypeError: As for `update`.
         """
+        self._stage("PURGE", key, ttl=ttl, last=last)
+
+    def _stage(
+        self,
+        operation: Operation,
+        key: str,
+        value: bytes = b"",
+        ttl: TTL | None = None,
+        *,
+        last: int | None = None,
+        creates: bool = False,
+    ) -> None:
+        """Stage an operation on a key that must be at revision `last` (None: any)."""
         self._check_open()
-        self._staging.write("PURGE", key, ttl=ttl, last=last)
+        check_key(key)
+        value = payload_bytes(value, "the value of key", key)
+        self._check_size(len(value), f"the value of key {key!r}")
+        if ttl is not None:
+            ttl_value(ttl)
+        if last is not None:
+            check_sequence(last, "last", low=0)
+        expected = 0 if creates else last
+        earlier = self._writes.get(key)
+        if earlier is not None:
+            if last is not None:
+                raise ValueError(
+                    f"bucket {self._bucket.name!r}: key {key!r} was already written in this transaction, so it has no revision "
+                    "to compare with"
+                )
+            expected, creates = earlier.expected, earlier.creates
+        elif key in self._reads:
+            expected, creates = revision_of(self._reads[key]), False
+            if last is not None and last != expected:
+                raise conflict(self._bucket, moved(key, expected, last), (key,))
+        self._writes[key] = Staged(operation, value, ttl, expected, creates)
+
+    def _check_size(self, size: int, what: str) -> None:
+        if size > self._max_payload:
+            raise MaxPayloadError(
+                f"bucket {self._bucket.name!r}: {what} has {size} bytes, more than the server's max_payload of "
+                f"{self._max_payload}"
+            )
 
     def publish(self, subject: str, payload: bytes = b"", *, headers: Mapping[str, str] | None = None) -> str:
         """Store an event together with the keys: all of them, or nothing.
@@ -183,7 +230,19 @@ class Transaction:
         Requires: `events` of `ensure_bucket` or `enable` with a filter that matches.
         """
         self._check_open()
-        return self._staging.publish(subject, payload, headers)
+        check_subject(subject)
+        what = f"bucket {self._bucket.name!r}"
+        if subject.startswith(("$", "_")):
+            raise BadSubjectError(f"{what}: the subject of an event cannot begin with '$' or '_': {subject!r}")
+        for name in headers or ():
+            if is_instruction(name):
+                raise BadHeaderError(f"{what}: an event cannot have the header {name!r}: servers would obey it")
+        whole = f"{subject}.{time.time_ns():016x}{secrets.token_hex(5)}"
+        event = BatchMessage(whole, payload_bytes(payload, "the payload on subject", subject), headers=headers)
+        size = len(encode(message_headers(event))) + len(event.payload)
+        self._check_size(size, f"with its headers, the event on {subject!r}")
+        self._events.append(event)
+        return whole
 
     async def get(self, key: str) -> KeyValueEntry | None:
         """Return the entry of a key, or None if it does not exist, and make the commit conditional on it.
@@ -212,20 +271,19 @@ class Transaction:
         return await self._get(check_keys(keys))
 
     async def _get(self, keys: Iterable[str]) -> dict[str, KeyValueEntry]:
-        staging = self._staging
-        new = [key for key in keys if key not in staging.writes and key not in staging.reads]
+        new = [key for key in keys if key not in self._writes and key not in self._reads]
         if new:
-            with self._remembering_errors():
+            try:
                 entries = await self._bucket.look_up(new)
-            for key, entry in entries.items():
-                staging.read(key, entry)
+            except Exception as error:
+                self._errors.append(error)
+                raise
+            self._reads = entries | self._reads  # of concurrent reads of a key, the first one counts
         found: dict[str, KeyValueEntry] = {}
         for key in keys:
-            staged = staging.writes.get(key)
+            entry, staged = self._reads.get(key), self._writes.get(key)
             if staged is not None:
                 entry = KeyValueEntry(self._bucket.name, key, staged.value, 0, datetime.now(UTC), staged.operation)
-            else:
-                entry = staging.reads[key]
             if entry is not None and entry.operation == "PUT":
                 found[key] = entry
         return found
@@ -266,27 +324,20 @@ class Transaction:
         if observer is None:
             return await self._commit_and_settle()
         with observer.begin(telemetry.Kind.COMMIT, bucket.context.connection, stream=bucket.stream) as operation:
-            operation.describe(messages=len(self._staging.writes))
+            operation.describe(messages=len(self._writes))
             return await self._commit_and_settle()
 
     async def _commit_and_settle(self) -> dict[str, int]:
         self._check_open()
         self._state = "failed"
-        writes, reads, events = self._staging.writes, self._staging.reads, self._staging.events
-        log_state(_log, self._source, "commit begun", writes=len(writes), reads=len(reads))
+        log_state(_log, self._source, "commit begun", writes=len(self._writes), reads=len(self._reads))
+        commit = self._commit = Commit(self._bucket, self._reads, self._writes, self._events)
         try:
-            with self._remembering_errors():
-                if writes or events:
-                    await self._commit()
-                elif reads:
-                    state = await self._certain_state()  # raises for a mirror, where keys have another prefix
-                    if (
-                        len(reads) > 1 or state.replicated
-                    ):  # else a single read was of one moment, and of the only server
-                        await self._check_reads()
+            self._revisions = await commit.run()
         except BaseException as error:
-            unknown = self._write is not None and self._write.unknown
-            self._enter("unknown" if unknown else "failed", before="open", error=error)
+            if isinstance(error, Exception):
+                self._errors.append(error)
+            self._enter("unknown" if commit.unknown else "failed", before="open", error=error)
             raise
         self._enter("committed", before="open")
         return self.revisions
@@ -295,114 +346,13 @@ class Transaction:
     def _source(self) -> str:
         return f"transaction on {self._bucket.name!r}"
 
+    @property
+    def _batch_id(self) -> str:
+        return "" if self._commit is None else self._commit.batch_id
+
     def _enter(self, state: BatchState, *, before: BatchState, error: BaseException | None = None) -> None:
         self._state = state
         log_state(_log, self._source, f"{before.upper()} -> {state.upper()}", batch=self._batch_id, error=error)
-
-    async def _commit(self) -> None:
-        staging, bucket = self._staging, self._bucket
-        await self._check_events()
-        carrier = await self._carrier() if staging.needs_carriers else ""
-        for retries in range(_MAX_COMMIT_RETRIES + 1):
-            await self._check_bucket()
-            fence: int | None = None
-            if staging.needs_carriers and not carrier:
-                fence = (await bucket.state(direct=False)).last_seq
-                await self._check_reads()  # raises unless everything was as it was read at the fence
-            messages = staging.messages(fence=fence, carrier=carrier)
-            if staging.is_one_message:
-                write: Commit = PublishCommit(bucket, replace(messages[0], msg_id=NUID().next().decode()))
-            else:
-                write = BatchCommit(bucket, messages)
-            self._write = write
-            log_state(_log, self._source, "attempt", batch=self._batch_id, number=retries + 1, fence=fence)
-            try:
-                self._accept(await write.commit())
-                return
-            except WrongLastSequenceError as refusal:
-                now = await bucket.look_up(staging.expectations)
-                conflict = staging.refused(now, fenced=fence is not None)
-                log_state(_log, self._source, "conflict", batch=self._batch_id, error=conflict or refusal)
-                if conflict is not None or retries == _MAX_COMMIT_RETRIES:
-                    raise conflict or refusal from refusal
-            except _CARRIERS_REFUSED:
-                if not carrier:
-                    raise
-                # They are too many, the client may not publish them, or the stream no longer stores them: the fence needs none.
-                carrier = ""
-
-    async def _check_events(self) -> None:
-        """Raise BadSubjectError if the bucket's stream does not store an event, or may not be the one that stores it."""
-        staging, bucket = self._staging, self._bucket
-        if staging.events and not staging.writes and bucket.context.prefix != DEFAULT_PREFIX:
-            raise BadSubjectError(
-                f"bucket {bucket.name!r}: nothing was written; through an API of its own ({bucket.context.prefix}), only the "
-                "message of a key is sure to reach the bucket, so a transaction with events has to write a key"
-            )
-        for event in staging.events:
-            if not await self._stores(event.subject):
-                raise BadSubjectError(
-                    f"bucket {bucket.name!r}: nothing was written, because its stream does not store events on {event.subject!r}; "
-                    "add their subjects with ensure_bucket(events=[...]) or enable(kv, events=[...])"
-                )
-
-    async def _carrier(self) -> str:
-        """Return the subject of messages that only carry expectations; "" if the bucket has none."""
-        subject = reads_subject(self._bucket.stream)
-        own = self._bucket.context.prefix == DEFAULT_PREFIX  # servers send only keys through the API of a domain
-        return subject if own and await self._stores(subject) else ""
-
-    async def _stores(self, subject: str) -> bool:
-        """Return whether the bucket's stream stores a subject, as far as the client can find out."""
-        bucket = self._bucket
-        for _ in range(2):  # the first answer may be from a cache
-            known = await lookup_stream(bucket.context, "", bucket.stream, bucket.timeout)
-            if known is None or known[0].stores(subject):
-                break
-            forget_stream(bucket.context, bucket.stream)
-        return known is not None and known[0].stores(subject)
-
-    @property
-    def _batch_id(self) -> str:
-        return "" if self._write is None else self._write.batch_id
-
-    async def _certain_state(self) -> StreamState:
-        """Return the state of the bucket once a leader answers that can have no successor."""
-        bucket, retry = self._bucket, Retry(self._bucket.timeout)
-        while not (state := await bucket.state(direct=False)).leader_is_certain:
-            late = (
-                f"bucket {bucket.name!r}: its leader has not heard from the other servers lately, so what was read may be out of "
-                f"date (tried for {bucket.timeout:.4g} s); run the transaction again"
-            )
-            await retry.pause_until_deadline(RequestTimeoutError(late))
-        return state
-
-    async def _check_bucket(self) -> None:
-        """Raise StreamRecreatedError if another message has the revision of the oldest entry that was read.
-
-        If no message has it, the key or the bucket has changed, and the server refuses the commit.
-        """
-        oldest = self._staging.oldest_read
-        if oldest is not None and await self._bucket.has_replaced(oldest):
-            raise StreamRecreatedError(
-                f"bucket {self._bucket.name!r}: nothing was written; the bucket was deleted and created again, because revision "
-                f"{oldest.revision} is not the message of key {oldest.key!r} that was read; run the transaction again",
-                stream=self._bucket.stream,
-            )
-
-    async def _check_reads(self) -> None:
-        """Raise an error unless everything was as it was read at a moment between the last read and now.
-
-        Raises KeyConflictError, or StreamRecreatedError if that is the reason.
-        """
-        conflict = self._staging.moved(await self._bucket.look_up(self._staging.reads))
-        if conflict is not None:
-            await self._check_bucket()
-            raise conflict
-
-    def _accept(self, ack: BatchAck) -> None:
-        writes = self._staging.writes  # the last messages
-        self._revisions = {key: ack.seq - len(writes) + place for place, key in enumerate(writes, 1)}
 
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
         """Find out, after a `BatchOutcomeUnknownError`, whether the transaction is written; see `AtomicBatch.resolve`.
@@ -413,23 +363,14 @@ class Transaction:
 
         Cancellation: Safe; the outcome stays unknown, and `resolve` can be called again.
         """
-        if self._state != "unknown" or self._write is None:
+        if self._state != "unknown" or self._commit is None:
             raise BatchClosedError(
                 f"this transaction is {self._state}; there is nothing to resolve", batch_id=self._batch_id
             )
-        ack = await self._write.resolve(timeout)
-        if ack is not None:
-            self._accept(ack)
-        self._enter("failed" if ack is None else "committed", before="unknown")
-        return "not_stored" if ack is None else "stored"
-
-    @contextmanager
-    def _remembering_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._errors.append(error)
-            raise
+        stored = await self._commit.resolve(timeout)
+        self._revisions = stored or {}
+        self._enter("failed" if stored is None else "committed", before="unknown")
+        return "not_stored" if stored is None else "stored"
 
     async def discard(self) -> None:
         """End the transaction without a commit; nothing is written.
@@ -565,7 +506,7 @@ async def _run_until_committed(
             result: _Result = await _started(fn(tx), fn)
             returned = True
             if tx.state == "open":
-                await _commit_once(tx, bucket, retry)
+                await _commit_once(tx, source, retry)
             return Committed(result, max(tx.revisions.values(), default=0))
         except Exception as error:
             if tx.state in ("committed", "unknown") or not (returned or _consists_of(error, errors)):
@@ -577,31 +518,30 @@ async def _run_until_committed(
         await retry.pause_if_transient(failure)
 
 
-async def _commit_once(tx: Transaction, bucket: Bucket, retry: Retry) -> None:
+async def _commit_once(tx: Transaction, source: str, retry: Retry) -> None:
     """Commit, and find out what the commit did if its answer is lost."""
     try:
         await tx.commit()
         return
     except BatchOutcomeUnknownError as error:
-        unknown = error
-    while tx.state == "unknown":
-        await retry.pause_until_deadline(unknown)
-        try:
-            if not retry.over:  # else the next pause raises
-                await tx.resolve(timeout=retry.remaining)
-        except Exception as error:
-            if tx.state != "unknown":
-                raise
-            unknown = _unknown(bucket, unknown.batch_id, error)
-            cause = unknown.__cause__
-            if cause is not None and not may_be_known_later(cause):
-                raise unknown from cause
-    if tx.state == "failed":
+        lost = error
+    try:
+        outcome = await tx.resolve(timeout=retry.remaining)
+    except BatchOutcomeUnknownError:
+        raise
+    except Exception as error:
+        raise BatchOutcomeUnknownError(
+            f"{source}: either everything is written or nothing; the answer to the commit was lost, and finding out its outcome "
+            f"failed ({type(error).__name__}); read the keys to see which",
+            batch_id=lost.batch_id,
+            outcome="unknown",
+        ) from error
+    if outcome == "not_stored":
         raise BatchAbandonedError(
-            f"bucket {bucket.name!r}: nothing was written, because the commit was lost; run the transaction again",
-            batch_id=unknown.batch_id,
+            f"{source}: nothing was written, because the commit was lost; run the transaction again",
+            batch_id=lost.batch_id,
             outcome="not_stored",
-        ) from unknown
+        ) from lost
 
 
 def _started(running: object, fn: object) -> Awaitable[Any]:
@@ -630,15 +570,90 @@ def _may_run_again(error: Exception) -> bool:
     return is_transient(error) or isinstance(error, StreamRecreatedError)  # the next run reads the new bucket
 
 
-def _unknown(bucket: Bucket, batch_id: str, error: Exception) -> BatchOutcomeUnknownError:
-    """Return the error to raise for `error`, which says nothing about the commit whose answer was lost before."""
-    if isinstance(error, BatchOutcomeUnknownError):
-        return error
-    unknown = BatchOutcomeUnknownError(
-        f"bucket {bucket.name!r}: either everything is written or nothing; the answer to the commit was lost, and finding out "
-        f"its outcome failed ({type(error).__name__}); read the keys to see which",
-        batch_id=batch_id,
-        outcome="unknown",
+async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = None) -> int:
+    """Give a key a new TTL, unless another client changes it meanwhile; return its new revision.
+
+    Servers cannot extend the TTL of a stored message, so the call writes the value again, with the headers that it had:
+    every value of each header, in order, except those whose name begins with ``Nats-``. NATS reserves these for the server,
+    which would take them as instructions. (Names are case-sensitive, so ``nats-own`` stays.) A value that can expire
+    replaces the key's history; otherwise its expiry would show the previous value again.
+
+    Args:
+        kv: nats-py's bucket.
+        key: The key.
+        ttl: Whole seconds from 1, a timedelta of whole seconds, or `NEVER`. The bucket's own TTL is an upper limit,
+            except for `NEVER`.
+        timeout: Seconds to wait for each answer; None is the context's own.
+
+    Raises:
+        nats.js.errors.KeyNotFoundError: There is no such key.
+        nats.js.errors.BucketNotFoundError: There is no such bucket.
+        nats.js.errors.BadBucketError: The bucket is a mirror, or the stream is not a bucket's; nothing was written.
+        KeyConflictError: The key changed between the read and the write; nothing was written.
+        MessageTTLDisabledError: The bucket does not allow TTLs; `enable` turns them on.
+        MessageTooLargeError: The value with the headers for its TTL is larger than the bucket allows; nothing was written.
+        MaxPayloadError: It is larger than the server's max_payload; nothing was written.
+        NoStreamError: The bucket's leader is away, or the stream does not store the bucket's keys; nothing was written. It
+            is also nats-py's ``NoStreamResponseError``.
+        ServerError: The server refused the write for another reason: the bucket does not allow rollups (10111), is sealed
+            (10109) or is full (10077). Nothing was written. The error is a nats-py ``APIError``, as those of nats-py's
+            ``put`` are, and names the bucket and the reason.
+        BadHeaderError: A header of the value has a name that clients must not send, or is not UTF-8, which nats-py cannot
+            send; nothing was written.
+        StreamConfigMismatchError: The key was not found, but the bucket's server does not find all that is stored, because
+            the bucket has reached sequence 2**62. Only a client with permission for ``STREAM.INFO`` notices.
+        UnsupportedFeatureError: The server is older than 2.11, and would never let the key expire; nothing was written.
+        nats.js.errors.InvalidKeyError, ValueError, TypeError: Invalid argument; nothing was sent.
+        RequestTimeoutError: No answer within `timeout`; the key may have been written.
+        nats.js.errors.ServiceUnavailableError: No JetStream answers; nothing was written.
+
+    Cancellation: The key may have been written.
+
+    Requires: nats-server 2.11, ``allow_msg_ttl`` and ``allow_rollup_hdrs`` (nats-py's buckets have both), permission for
+        ``STREAM.MSG.GET``.
+    """
+    check_key(key)
+    ttl_value(ttl)
+    bucket = Bucket(kv, timeout)
+    subject = bucket.subject(key)
+    found = await bucket.get_at_leader(last_by_subj=subject)
+    if found is None or operation(found.headers)[0] != "PUT":
+        with contextlib.suppress(NotPermittedError):
+            await bucket.state(direct=False)
+        raise KeyNotFoundError(message=f"key {key!r} of bucket {bucket.name!r}")
+    # By its message id, the server would take the call for a duplicate of the value.
+    replaced = {MSG_ID, MSG_TTL}
+    pairs = [pair for pair in _text_headers(bucket, key, found) if pair[0] not in replaced]
+    if ttl is not NEVER:
+        pairs += ROLLUP_HEADERS.items()
+    copy = BatchMessage(
+        subject, found.data, headers=own_headers(pairs), msg_ttl=ttl, expected_last_subject_seq=found.seq
     )
-    unknown.__cause__ = error
-    return unknown
+    try:
+        return (await PublishWrite(bucket, copy).store()).seq
+    except WrongLastSequenceError as refusal:
+        raise KeyConflictError(
+            f"bucket {bucket.name!r}: another client changed key {key!r} during touch(), so it is no longer at revision "
+            f"{found.seq}; nothing was written",
+            keys=(key,),
+            description=refusal.description,
+        ) from refusal
+    except BatchOutcomeUnknownError as lost:
+        raise RequestTimeoutError(
+            f"bucket {bucket.name!r}: no answer within {bucket.timeout:g} s; key {key!r} may have been written"
+        ) from lost
+
+
+def _text_headers(bucket: Bucket, key: str, message: StoredMsg) -> list[tuple[str, str]]:
+    """Return the stored headers that a copy has; raise BadHeaderError if one is not UTF-8."""
+    pairs: list[tuple[str, str]] = []
+    for name, value in message.raw_headers:
+        try:
+            pairs.append((name.decode(), value.decode()))
+        except UnicodeDecodeError as error:
+            raise BadHeaderError(
+                f"bucket {bucket.name!r}: the header {name.decode('utf-8', 'backslashreplace')!r} of key {key!r} is not UTF-8 "
+                f"({value[:64]!r}), which nats-py cannot send; nothing was written, and the key keeps its earlier TTL; put the "
+                "value again with its new TTL (a transaction with put(ttl=...)), without that header"
+            ) from error
+    return [pair for pair in pairs if not is_instruction(pair[0])]

@@ -2,15 +2,28 @@
 
 from jetstream_ext.log.dead_letter import DeadLetter
 from jetstream_ext.log.group import Group, GroupStatus, MemberStatus, PartitionStatus, list_groups
-from jetstream_ext.log.group_worker import exactly_once_group
+from jetstream_ext.log.group_outputs import exactly_once_group
 from jetstream_ext.log.member import Member
-from jetstream_ext.log.offsets import Committing, First, Last, New, OffsetStore, Seq, Stored, StoredOffset, Time
+from jetstream_ext.log.offsets import (
+    Checkpoint,
+    Committing,
+    First,
+    Last,
+    New,
+    OffsetStore,
+    Seq,
+    Stored,
+    StoredOffset,
+    Time,
+)
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.log.redriving import DeadLetterMessage, Redriven, dead_letters, drop, redrive
 from jetstream_ext.log.table import MessageChange, Table
 from jetstream_ext.log.worker import Processed, exactly_once
+from jetstream_ext.protocol.partitions import partition_of
 
 __all__ = [
+    "Checkpoint",
     "Committing",
     "DeadLetter",
     "DeadLetterMessage",
@@ -37,6 +50,7 @@ __all__ = [
     "exactly_once",
     "exactly_once_group",
     "list_groups",
+    "partition_of",
     "redrive",
 ]
 

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,42 +44,38 @@ class JoinOptions:
         check_seconds(self.seconds, "seconds")
         check_seconds(self.revoke_timeout, "revoke_timeout")
 
-
-@dataclass(slots=True, eq=False)
-class Calling:
-    """A callback that is running."""
-
-    callbacks: Callbacks
-    task: asyncio.Task[Any] | None
-    committable: tuple[int, ...] | None  # the partitions that it may commit; None: all that the member has
-    running: bool = True  # a task that the callback has started may outlive it
-    refused: FencedError | None = None  # what its last commit has raised
-
-
-_calling: ContextVar[Calling | None] = ContextVar("calling", default=None)
+    def deadline(self) -> float | None:
+        """Return until when what begins now may take `revoke_timeout`, by the loop's clock; None: indefinitely."""
+        return None if self.revoke_timeout == math.inf else asyncio.get_running_loop().time() + self.revoke_timeout
 
 
 class Callbacks:
-    """The callbacks of one member. Hold `lock` around each call: they are called one after the other."""
+    """The callbacks of one member. Hold `lock` around each call: they are called one after the other.
+
+    Attributes:
+        committable: Of the callback that runs: the partitions that it may commit; None is all that the member has.
+        refused: The error of its last commit.
+    """
 
     def __init__(self, options: JoinOptions, member: str) -> None:
         self.lock: asyncio.Lock = asyncio.Lock()
+        self.committable: tuple[int, ...] | None = None
+        self.refused: FencedError | None = None
         self._options = options
         self._member = member
-        self._seconds = options.revoke_timeout
+        self._task: asyncio.Task[Any] | None = None  # runs one of them
 
     @property
-    def running(self) -> Calling | None:
-        """The callback of this member in which the caller runs, if any."""
-        calling = _calling.get()
-        return calling if calling is not None and calling.callbacks is self and calling.running else None
+    def is_running_here(self) -> bool:
+        """Whether the caller is a callback of this member."""
+        return self._task is not None and self._task is asyncio.current_task()
 
     async def assigned(self, partitions: tuple[int, ...]) -> None:
         """Call `on_assigned`, which may take its time, but is said to."""
+        loop, seconds = asyncio.get_running_loop(), self._options.revoke_timeout
         text = "%s: on_assigned has not returned for %g s; partitions %s wait for it"
-        warn = partial(_log.warning, text, self._member, self._seconds, partitions)
-        loop = asyncio.get_running_loop()
-        warning = None if self._seconds == math.inf else loop.call_later(self._seconds, warn)
+        warn = partial(_log.warning, text, self._member, seconds, partitions)
+        warning = None if seconds == math.inf else loop.call_later(seconds, warn)
         try:
             await self._call(self._options.on_assigned, partitions, committable=None)
         finally:
@@ -93,7 +88,7 @@ class Callbacks:
 
     async def lost(self, partitions: tuple[int, ...]) -> None:
         """Call what is to be called for lost partitions, for up to `revoke_timeout`."""
-        limit = asyncio.timeout(None if self._seconds == math.inf else self._seconds)
+        limit = asyncio.timeout_at(self._options.deadline())
         try:
             async with limit:
                 callback = self._options.on_partitions_lost or self._options.on_revoked
@@ -105,7 +100,7 @@ class Callbacks:
                 "%s: the callback for the lost partitions %s was cancelled, because it had not returned after %g s",
                 self._member,
                 partitions,
-                self._seconds,
+                self._options.revoke_timeout,
             )
 
     async def _call(
@@ -114,16 +109,14 @@ class Callbacks:
         """Call one of them. That a commit in it was refused because of lost partitions does not end the member."""
         if callback is None or not partitions:
             return
-        calling = Calling(self, asyncio.current_task(), committable)
-        token = _calling.set(calling)
+        self._task, self.committable = asyncio.current_task(), committable
         try:
             result = callback(partitions)
             if inspect.isawaitable(result):
                 await result
         except FencedError as error:
-            if error is not calling.refused:
+            if error is not self.refused:
                 raise
             log_state(_log, self._member, "commit refused in a callback", error)
         finally:
-            calling.running = False
-            _calling.reset(token)
+            self._task = self.refused = None

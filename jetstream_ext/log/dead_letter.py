@@ -15,10 +15,11 @@ _MOST_ATTEMPTS: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """Where `exactly_once` stores an input whose handler fails, and after how many attempts.
+    """Where an input is stored whose handler fails, and after how many attempts.
 
     Args:
-        subject: The dead letters' subject, one of the output stream's, without wildcards. Nothing else belongs there.
+        subject: The dead letters' subject, without wildcards: one of the output stream's, or for `Member.run` of any stream.
+            Nothing else belongs there.
         attempts: How often the handler may fail for one input, from 1.
         backoff: Seconds before the next attempt: a number, or one for each attempt, of which the last one repeats. Kept as
             a tuple.

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal
-from weakref import WeakKeyDictionary
 
 from nats.js import JetStreamContext
 
@@ -17,13 +16,14 @@ from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import GroupActiveError
 from jetstream_ext.kv.reads import snapshot
 from jetstream_ext.log.callbacks import Callback, JoinOptions
-from jetstream_ext.log.group_plan import Plan
-from jetstream_ext.log.group_store import MOST_PARTITIONS, GroupStore, MemberRecord, PartitionRecord, Settings
-from jetstream_ext.log.lease import decode_key
+from jetstream_ext.log.group_plan import GroupPlan
+from jetstream_ext.log.group_store import MOST_PARTITIONS, GroupStore, MemberRecord, Settings
+from jetstream_ext.log.liveness import decode_key
 from jetstream_ext.log.member import Member
-from jetstream_ext.log.offsets import First, Last, New, Seq, StoredOffset, Time, epoch_of
-from jetstream_ext.log.session import Session
+from jetstream_ext.log.membership import GroupMembership
+from jetstream_ext.log.offsets import First, Last, New, Seq, Time
 from jetstream_ext.protocol.options import check_int, check_seconds, shown
+from jetstream_ext.protocol.records import Record
 from jetstream_ext.protocol.subjects import check_filter, check_name
 from jetstream_ext.text import counted
 
@@ -203,7 +203,7 @@ class Group:
         if not _SHORTEST <= heartbeat <= _LONGEST:
             raise ValueError(f"heartbeat must be from {_SHORTEST} to {_LONGEST:,} seconds, not {heartbeat!r}")
         self.ttl: int = max(2, math.ceil(3 * heartbeat))
-        self._plan = Plan(
+        self._plan = GroupPlan(
             context=js,
             stream=stream,
             name=name,
@@ -223,7 +223,6 @@ class Group:
         )
         self._plan.reader(None, First())  # checks `on_lost`
         self._store = self._plan.store
-        _plans[self] = self._plan
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r} of stream {self.stream!r}: {counted(self.partitions, 'partition')}>"
@@ -319,7 +318,8 @@ class Group:
             StreamConfigMismatchError: On entering: the group has other settings (see `Group`), or the bucket lacks an option.
                 Later: another program has changed them.
             StreamRecreatedError, PositionLostError: As for `LogReader`: the stream was deleted and created again, or
-                messages were removed before the group handled them. `Group.reset` starts again.
+                messages were removed before the group handled them. Stop the members and call `Group.reset`; or make the
+                group with ``on_lost="skip"``, which continues after removed messages.
             nats.js.errors.NotFoundError: On entering: the stream does not exist.
             UnsupportedFeatureError: The server is older than 2.11.
             RuntimeError: The member was entered before, is closed, or another task iterates over it. Or it was left in a callback.
@@ -344,7 +344,7 @@ class Group:
             seconds=seconds,
             revoke_timeout=revoke_timeout,
         )
-        return Member(Session(self._plan, options))
+        return Member(GroupMembership(self._plan, options))
 
     async def status(self) -> GroupStatus:
         """Return the members and partitions of the group, at one moment of its bucket.
@@ -435,20 +435,20 @@ class Group:
 
     async def _records(
         self,
-    ) -> tuple[Settings | None, dict[str, tuple[MemberRecord, datetime]], dict[int, PartitionRecord]]:
+    ) -> tuple[Settings | None, dict[str, tuple[MemberRecord, datetime]], dict[int, Record]]:
         store = self._store
         retry = Retry(store.patience, transient=is_transient_read)
         found = await retry.call(lambda: snapshot(store.kv, [f"{store.prefix}>"], timeout=store.timeout))
         settings: Settings | None = None
         members: dict[str, tuple[MemberRecord, datetime]] = {}
-        records: dict[int, PartitionRecord] = {}
+        records: dict[int, Record] = {}
         for key, entry in found.items():
             if key == store.config_key:
                 settings = store.decode_value(Settings, key, entry.value)
             elif (member := store.member_of(key)) is not None:
                 members[member] = store.decode_value(MemberRecord, key, entry.value), entry.created
             elif (number := store.partition_of(key)) is not None:
-                records[number] = store.decode_value(PartitionRecord, key, entry.value)
+                records[number] = store.decode_value(Record, key, entry.value)
         return settings, members, records
 
     async def _output_positions(self, settings: Settings) -> dict[int, int]:
@@ -461,9 +461,11 @@ class Group:
             found = await find.call(
                 lambda: get_at_leader(self._store.context, stream, {"last_by_subj": subject}, self._store.timeout)
             )
-            if found is None or epoch_of(found.data) != settings.epoch:
+            try:
+                record = None if found is None else Record.decode(found.data)
+            except ValueError:
                 return None
-            return number, StoredOffset.decode(subject, found.data, found.seq).seq
+            return None if record is None or record.epoch != settings.epoch else (number, record.seq)
 
         found = await gather_bounded(find, range(self.partitions), limit=_LOOKUPS_IN_FLIGHT)
         return dict(it for it in found if it is not None)
@@ -500,12 +502,8 @@ async def list_groups(
     return sorted((decode_key(stream), decode_key(group)) for stream, group, _ in (key.split(".") for key in found))
 
 
-# For `exactly_once_group`; attributes of a `Group` are public.
-_plans: WeakKeyDictionary[Group, Plan] = WeakKeyDictionary()
-
-
-def plan_of(group: Group) -> Plan:
+def plan_of(group: Group) -> GroupPlan:
     """Return the plan of a group; raise TypeError for anything else."""
     if not isinstance(group, Group):
         raise TypeError(f"group must be a Group, not {type(group).__name__}")
-    return _plans[group]
+    return group._plan  # noqa: SLF001

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import stream_state
+from jetstream_ext.client.api import stream_name, stream_state
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.log.group_store import GroupStore, Settings
-from jetstream_ext.log.lane import Lane
+from jetstream_ext.log.lane import Lanes
 from jetstream_ext.log.offsets import First, Last, New, Seq, Time
+from jetstream_ext.log.output_stream import check_letters
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
@@ -31,7 +32,7 @@ _PARTITION: Final = re.compile(r"\{\{\s*partition\(\s*(\d{1,9})\b", re.IGNORECAS
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class GroupPlan:
     """The checked arguments of a `Group`, and what its members do with them."""
 
     context: JetStreamContext
@@ -61,7 +62,13 @@ class Plan:
         version = state.server_version or self.store.context.connection.server_version
         MSG_TTL.check(state.api_level, version, "a group needs it for the keys of its members")
         self._check_partitions(state)
-        self._check_excluded()
+        bucket = self.store.bucket
+        if self.stream == bucket.stream and self.reads(own := bucket.subject(f"{self.store.prefix}>")):
+            raise ValueError(
+                f"group {self.name!r}: its stream {self.stream!r} is that of its bucket {bucket.name!r}, so it would read each of its own "
+                f"records (on {own!r}), and each would lead to another one; use another bucket, or a filter (subject=) that does not "
+                "match them"
+            )
         await self.store.open(replicas=int(state.config.get("num_replicas") or 1))
         settings = await self.store.settings()
         if settings is None:
@@ -70,15 +77,40 @@ class Plan:
         state.check_created(settings.created)
         return settings
 
-    def _check_excluded(self) -> None:
-        """Raise ValueError if the group would read what it stores in its bucket."""
-        bucket = self.store.bucket
-        own = bucket.subject(f"{self.store.prefix}>")
-        if self.stream == bucket.stream and (self.subject is None or overlap(self.subject, own)):
+    def reads(self, subject: str) -> bool:
+        """Return whether the group reads messages on `subject`, which may be a filter, of its stream."""
+        return self.subject is None or overlap(self.subject, subject)
+
+    async def check_dead_letter(self, subject: str) -> None:
+        """Check that a stream keeps dead letters on `subject`, and that the group does not read them.
+
+        Raises:
+            StreamConfigMismatchError: No stream stores the subject, or it does not keep dead letters.
+            ValueError: The group would read them.
+        """
+        context, timeout, retry = self.store.context, self.store.timeout, Retry(self.store.patience)
+        name = await retry.call(lambda: stream_name(context, subject, timeout))
+        if name is None:
+            raise StreamConfigMismatchError(
+                f"group {self.name!r}: no stream stores subject {subject!r} of its dead letters; nothing was handled; add the "
+                "subject to a stream",
+                diff={"subjects": (subject, None)},
+            )
+        state = await retry.call(lambda: stream_state(context, name, timeout))
+        state.check_acks()
+        check_letters(state, subject)
+        if state.retention == "interest":
+            raise StreamConfigMismatchError(
+                f"group {self.name!r}: stream {name!r}, which stores subject {subject!r} of its dead letters, has interest retention and "
+                "keeps nothing that no consumer waits for; nothing was handled; use a stream with limits or workqueue retention",
+                diff={"retention": ("limits", state.retention)},
+            )
+        copies = [subject] if name == self.stream else (await self.stream_state()).copies_of(name, subject)
+        for copy in filter(self.reads, copies):
             raise ValueError(
-                f"group {self.name!r}: its stream {self.stream!r} is that of its bucket {bucket.name!r}, so it would read each of its own "
-                f"records (on {own!r}), and each would lead to another one; use another bucket, or a filter (subject=) that does not "
-                "match them"
+                f"group {self.name!r}: its stream {self.stream!r} has the messages on {subject!r} of stream {name!r}, so the group would "
+                f"read each of its dead letters (on {copy!r}); nothing was handled; use another subject for dead letters, or a filter "
+                "(subject=) that does not match it"
             )
 
     def _check_partitions(self, state: StreamState) -> None:
@@ -119,19 +151,21 @@ class Plan:
                 f"group {self.name!r} of stream {self.stream!r} has {differences}; {remedy}", diff=diff
             )
 
-    def new_lane(self, number: int | None, settings: Settings) -> Lane:
-        """Return the reading of the stream for one partition (with `token`), or for all."""
-        partitions_of: Callable[[Sequence[StoredMsg]], Sequence[int]] = self.partitioner.of
-        if number is not None:
-            partitions_of = lambda messages: [number] * len(messages)  # noqa: E731
-        return Lane(
-            self.reader(number, First()),
-            partitions_of,
-            consumer=self.name if number is None else f"{self.name}.{number}",
+    def lanes(self, settings: Settings) -> Lanes:
+        """Return the reading of the stream for a member."""
+        return Lanes(
+            lambda number: self.reader(number, First()),
+            self.partitioner.of if self.token is None else self._partitions_by_token,
+            name=self.name,
             settings=settings,
             buffer=self.buffer,
             buffer_bytes=BUFFER_BYTES,
         )
+
+    def _partitions_by_token(self, messages: Sequence[StoredMsg]) -> list[int]:
+        """Return the partitions that the subjects name; -1 for one that the group has not."""
+        numbers = {str(number): number for number in range(self.partitions)}
+        return [numbers.get(message.subject.split(".")[self.token or 0], -1) for message in messages]
 
     def reader(self, number: int | None, start: Start) -> LogReader:
         subject = self.subject

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import inspect
-from collections.abc import Awaitable, Callable
-from functools import partial
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
-from nats.js import JetStreamContext
-
-from jetstream_ext.client import telemetry
-from jetstream_ext.errors import StreamRecreatedError
-from jetstream_ext.log.held import BLOCK, Held
-from jetstream_ext.log.observed import observed_handling
-from jetstream_ext.log.offsets import OffsetStore, StoredOffset
-from jetstream_ext.log.session import Session
-from jetstream_ext.protocol.api import recreated
+from jetstream_ext.errors import FencedError
+from jetstream_ext.log.assigned import AssignedPartition
+from jetstream_ext.log.dead_letter import DeadLetter, check_dead_letter
+from jetstream_ext.log.group_worker import GroupWorker, MessageHandler, serve
+from jetstream_ext.log.membership import GroupMembership
+from jetstream_ext.log.pauses import Pauses
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import check_function
+from jetstream_ext.text import get_logger, plural
 
-MessageHandler = Callable[[StoredMsg], Awaitable[None] | None]
-
-_IDLE: Final = 5.0
+_log = get_logger("log")
 
 
 class Member:
@@ -35,32 +26,43 @@ class Member:
         label: Its name for people, in `Group.status`.
     """
 
-    def __init__(self, session: Session) -> None:
-        self.id: str = session.id
-        self.label: str = session.label
-        self._session = session
+    def __init__(self, membership: GroupMembership) -> None:
+        self.id: str = membership.id
+        self.label: str = membership.label
+        self._membership = membership
+        self._assignment = membership.assignment
+        self._current: AssignedPartition | None = None  # of the message that the iteration has returned last
+        self._pauses = Pauses()
         self._reading = False
+        self._told = False  # the caller knows the error
 
     def __repr__(self) -> str:
-        return f"<Member {self.label!r} of group {self._session.group.name!r}: partitions {list(self.partitions)}>"
+        return f"<Member {self.label!r} of group {self._membership.plan.name!r}: partitions {list(self.partitions)}>"
 
     async def __aenter__(self) -> Self:
-        await self._session.open()
+        await self._membership.open()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close(clean=kind is None)
+        membership = self._membership
+        if self._current is not None:
+            self._current.done.set()  # it stays in hand: only the caller knows whether it is handled
+        await membership.close(clean=kind is None)
+        if membership.error is not None and not self._told:
+            if kind is None:
+                self._check()
+            _log.warning("%s has failed while it left: %r", membership.name, membership.error)
 
     def __del__(self) -> None:
-        if "_session" in self.__dict__:
-            self._session.dropped()
+        if "_membership" in self.__dict__:
+            self._membership.dropped()
 
     @property
     def partitions(self) -> tuple[int, ...]:
         """The partitions that the member works on now."""
-        return self._session.partitions
+        return self._assignment.active
 
     def __aiter__(self) -> Self:
         return self
@@ -73,29 +75,41 @@ class Member:
 
         Cancellation: Safe: no message is lost.
         """
-        session = self._session
+        membership, assignment = self._membership, self._assignment
         if self._reading:
-            raise RuntimeError(f"{session.what}: another task iterates over this member")
+            raise RuntimeError(f"{membership.name}: another task iterates over this member")
         self._reading = True
         try:
-            if session.current is not None and session.current.in_hand is not None:
-                await session.put_down(session.current)
-            await session.pauses.breathe()
+            if self._current is not None and self._current.in_hand is not None:
+                await assignment.put_down(self._current)
+            await self._pauses.breathe()
             while True:
-                session.check()
-                if not session.is_valid():
-                    session.step()  # the process was suspended, or the loop blocked: what has ended must not be returned
-                session.ready.clear()
-                message = session.pick_up()
-                if message is not None:
+                self._check()
+                membership.ensure_valid()
+                assignment.progress.clear()
+                if (message := self._pick_up()) is not None:
                     return message
-                if session.is_stopped:
+                if membership.left.is_set():
                     raise StopAsyncIteration
-                await session.ready.wait()
+                await assignment.progress.wait()
         finally:
             self._reading = False
 
-    async def run(self, handler: MessageHandler) -> None:
+    def _pick_up(self) -> StoredMsg | None:
+        """Return a message of any partition, a block of one after a block of another."""
+        if self._current is None or not self._current.queue:
+            found = self._assignment.reader.next_block()
+            if found is None:
+                return None
+            self._current = self._assignment.partitions[found[0]]
+            self._current.queue.extend(found[1])
+        return self._current.pick_up()
+
+    def _check(self) -> None:
+        self._told = self._told or self._membership.error is not None
+        self._membership.check()
+
+    async def run(self, handler: MessageHandler, *, dead_letter: DeadLetter | None = None) -> None:
         """Call `handler` for each message: one after the other for each partition, the partitions at the same time.
 
         ::
@@ -108,30 +122,58 @@ class Member:
 
         Args:
             handler: Called with a `StoredMsg`; may be an async function.
+            dead_letter: What to do with a message whose handler raises. Without it the member ends. With it the handler is
+                called again after a pause, which delays only the message's partition. Each failure is stored with the
+                partition's position, so that attempts count across restarts and hand-overs; a crash is no attempt. After
+                so many attempts the message is published on the dead letters' subject with its origin, the attempts and the
+                error in headers, ``Dead-Letter-Worker`` being the group's name, cut if it would be too large; then it counts
+                as handled. It is published at least once: if a member dies before it has stored the position, the next owner
+                publishes it again, under the same message id, so that the server drops it within its duplicate window unless
+                the first one was deleted. Its stream's limits (such as ``max_age``) may remove it. A `FencedError` of `commit` is no
+                failure of the handler and ends the member. With ``auto_commit=False``, the attempts of one message behind the
+                last commit are remembered, those of the message that has failed last.
 
         Raises:
-            TypeError: `handler` is no function.
+            TypeError: `handler` is no function, or `dead_letter` is no `DeadLetter`.
             RuntimeError: Another task reads from this member, or a loop over it has a message in its hands.
-            Exception: What the handler raised: the message is not handled, and the member should be left. Others as for
-                iteration.
+            ValueError: The group would read its dead letters. Nothing was handled.
+            StreamConfigMismatchError: No stream stores the subject of dead letters, its limits let one replace another
+                (``max_msgs_per_subject``), it has interest retention, or ``no_ack``. Nothing was handled.
+            MaxPayloadError, BadHeaderError, ServerError, RequestTimeoutError: A dead letter could not be stored. Its message
+                is not handled.
+            Exception: What the handler raised, without `dead_letter`: the message is not handled, and the member should be
+                left. Others as for iteration.
 
         Cancellation: The handlers are cancelled; their messages are not handled. Leave the member then.
+
+        Requires: With `dead_letter`: permission for its subject, and for ``STREAM.NAMES``, and ``STREAM.INFO`` and
+            ``STREAM.MSG.GET`` of its stream.
         """
         check_function(handler, "handler")
-        session = self._session
-        session.check()
+        check_dead_letter(dead_letter)
+        membership, current = self._membership, self._current
+        self._check()
         if self._reading:
-            raise RuntimeError(f"{session.what}: another task reads from this member")
-        if session.current is not None and session.current.in_hand is not None:
+            raise RuntimeError(f"{membership.name}: another task reads from this member")
+        if current is not None and current.in_hand is not None:
             raise RuntimeError(
-                f"{session.what}: a message of partition {session.current.number} is in the hands of a loop over this member; use "
+                f"{membership.name}: a message of partition {current.number} is in the hands of a loop over this member; use "
                 "either run() or a loop, or join again"
             )
         self._reading = True
         try:
-            await session.serve(partial(_handle_each, session, handler))
+            if dead_letter is not None:
+                await membership.plan.check_dead_letter(dead_letter.subject)
+            try:
+                await serve(membership, GroupWorker(membership, handler, dead_letter).work)
+            finally:
+                self._told = True
+                if membership.error is None and not membership.left.is_set():
+                    membership.fail(
+                        RuntimeError(f"{membership.name}: run() has ended; leave the member, and join again")
+                    )
+                self._assignment.cancel_work()  # what is in hand is not handled
         finally:
-            session.abort()
             self._reading = False
 
     def stop(self) -> None:
@@ -145,14 +187,14 @@ class Member:
         the partitions are handed over, for up to the group's `patience` if no server answers. Call it in the event loop's thread, at
         any time: a second call does nothing, and a member that is entered afterwards leaves at once.
         """
-        self._session.stop()
+        self._membership.stop()
 
     async def commit(self) -> None:
         """Store the positions behind the messages that are handled.
 
         In an iteration, the last message that it has returned counts as handled, whichever task calls this. In `on_revoked` the
-        call stores only the positions of the partitions that are handed over, of which nothing is being handled any more. In a
-        handler of `run`, messages that are still being handled do not count.
+        call stores only the positions of the partitions that are handed over, of which nothing is being handled any more; so call
+        it in the callback itself, and not in a task that the callback starts. In a handler of `run`, messages that are still being handled do not count.
 
         Raises:
             FencedError: Another member owns one of the partitions now; the positions of the others are stored.
@@ -160,91 +202,22 @@ class Member:
 
         Cancellation: The positions may be stored.
         """
-        self._session.check()
-        await self._session.commit()
-
-
-class PartitionReader:
-    """One partition as the input of an exactly-once worker; see `log.worker.Source`."""
-
-    def __init__(self, session: Session, held: Held) -> None:
-        group = session.group
-        self.name: str | None = None
-        self.stream: str = group.stream
-        self.subject: str | None = group.subject
-        self.context: JetStreamContext = group.context
-        self.confirm: bool = True
-        self.offsets: OffsetStore = OffsetStore(group.context, group.store.bucket.name)
-        self._created = session.settings.created
-        self._session = session
-        self._held = held
-
-    @property
-    def created(self) -> str | None:
-        return self._created
-
-    @property
-    def position(self) -> int | None:
-        return self._held.position
-
-    async def open(self) -> int:
-        return self._held.position
-
-    def seek(self, start: StoredOffset | int) -> None:
-        if isinstance(start, StoredOffset):
-            if start.stream != self.stream or recreated(start.created, self._created):
-                raise StreamRecreatedError(
-                    f"{self._session.what}: the stored position of partition {self._held.number} is one in stream {start.stream!r} "
-                    f"that was created at {start.created}, and the group reads stream {self.stream!r} that was created at "
-                    f"{self._created}; nothing is stored; call Group.reset to start again",
-                    stream=self.stream,
-                    expected=start.created,
-                    found=self._created,
-                )
-            start = start.seq
-        self._held.move(start)
-
-    async def read_for(self, seconds: float, max_messages: int = 1000) -> list[StoredMsg] | None:
-        """Return messages, an empty list after `seconds` without one, or None once the partition is revoked or lost."""
-        held = self._held
-        dispatcher = held.lane.dispatcher
-        seconds = self._session.pause_between_commits(seconds)
-        if not held.ending:
-            held.begin()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while not held.ending:
-                    if not self._session.is_valid():
-                        self._session.step()  # see `Member.__anext__`
-                        await asyncio.sleep(0)
-                        continue
-                    if rows := dispatcher.take(held.number, max_messages):
-                        return rows
-                    held.given.clear()
-                    await held.given.wait()
-        return None if held.ending else []
-
-
-async def _handle_each(session: Session, handler: MessageHandler, held: Held) -> None:
-    source = PartitionReader(session, held)
-    while (found := await source.read_for(_IDLE, BLOCK)) is not None:
-        held.queue.extend(found)
-        while held.queue:
-            await _handle(session, handler, held.pick_up())
-            await session.put_down(held)
-            await session.pauses.breathe()
-            if not session.is_valid():
-                session.step()
-
-
-async def _handle(session: Session, handler: MessageHandler, message: StoredMsg) -> None:
-    observer = telemetry.observer
-    if observer is None:
-        result = handler(message)
-        if inspect.isawaitable(result):
-            await result
-        return
-    with observed_handling(observer, session.store.context.connection, session.group.name, message):
-        result = handler(message)
-        if inspect.isawaitable(result):
-            await result
+        self._check()
+        assignment, current = self._assignment, self._current
+        callbacks, numbers = assignment.callbacks, tuple(assignment.partitions)
+        if callbacks.is_running_here:
+            lost = await assignment.commit(numbers if callbacks.committable is None else callbacks.committable)
+        else:
+            lost = await assignment.commit(numbers, in_hand=assignment.work is None)
+            if current is not None and current.uncommitted_in_hand and not assignment.holds(current):
+                lost = sorted({*lost, current.number})
+        if lost:
+            error = FencedError(
+                f"{self._membership.name}: the positions of {plural(len(lost), 'partition', 'partitions')} {', '.join(map(str, lost))} were "
+                "not stored, because this member has lost them: another one may own them and handle the messages since their last "
+                "commits again; the positions of the others are stored",
+                name=self._membership.plan.name,
+            )
+            if callbacks.is_running_here:
+                callbacks.refused = error
+            raise error

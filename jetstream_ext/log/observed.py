@@ -47,15 +47,14 @@ def observe_lag(reader: _Reader, behind: int | None) -> None:
 
 
 @contextlib.contextmanager
-def observed_receiving(reader: _Reader, connection: BaseConnection) -> Iterator[Callable[[int], None]]:
-    """Observe a read of some messages by a reader; the yielded function takes how many there were."""
+def observed_receiving(
+    connection: BaseConnection, stream: str, consumer: str | None
+) -> Iterator[Callable[[int], None]]:
+    """Observe a read of some messages of a stream; the yielded function takes how many there were."""
     if telemetry.observer is None:
         yield lambda _: None
         return
-    consumer = consumer_of(reader)
-    with telemetry.observer.begin(
-        telemetry.Kind.RECEIVE, connection, stream=reader.stream, consumer=consumer
-    ) as operation:
+    with telemetry.observer.begin(telemetry.Kind.RECEIVE, connection, stream=stream, consumer=consumer) as operation:
         yield lambda count: operation.describe(messages=count)
 
 

@@ -8,33 +8,30 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Final, Protocol, Self
 
-import orjson
 from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import check_same_stream
+from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import FencedError, StreamRecreatedError
+from jetstream_ext.errors import FencedError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.creation import create_bucket
 from jetstream_ext.kv.entries import check_key, operation
 from jetstream_ext.log.observed import store_position
-from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.numbers import json_number, json_text
-from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence, rfc3339
+from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence, rfc3339, shown
+from jetstream_ext.protocol.records import Record
 from jetstream_ext.protocol.subjects import check_name, overlap
 from jetstream_ext.text import get_logger, log_state
 
 _log: Final = get_logger("log")
-
-_VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +112,45 @@ class Stored:
             raise TypeError(f"default must be First(), Seq(n), Time(t), Last() or New(), not {self.default!r}")
 
 
-Start = First | Seq | Time | Last | New | Stored
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The position that `LogReader.checkpoint` returned: a reader continues there.
+
+    Args:
+        text: The text. It holds the stream's name, when the stream was created, and the next sequence to read.
+
+    Raises:
+        ValueError: `text` is not that of a checkpoint.
+        TypeError: `text` is not a string.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"text must be a string, what reader.checkpoint returned, not {shown(self.text)}")
+        decode_checkpoint(self.text)
+
+
+def decode_checkpoint(text: str) -> StoredOffset:
+    """Return the position in the text of a checkpoint; raise ValueError if it is not one."""
+    try:
+        return StoredOffset.decode("", text.encode(), 0)
+    except ValueError as error:
+        raise ValueError(
+            f"this is not a checkpoint: {shown(text)}; give the text that reader.checkpoint returned, or another start, such as "
+            "First(), if none is stored yet"
+        ) from error
+
+
+Start = First | Seq | Time | Last | New | Stored | Checkpoint
 
 
 def check_start(start: object) -> Start:
     if not isinstance(start, Start):
-        raise TypeError(f"start must be First(), Seq(n), Time(t), Last(), New() or Stored(name), not {start!r}")
+        raise TypeError(
+            f"start must be First(), Seq(n), Time(t), Last(), New(), Stored(name) or Checkpoint(text), not {start!r}"
+        )
     return start
 
 
@@ -147,7 +177,7 @@ class StoredOffset:
 
     def encode(self) -> bytes:
         """Return the value of the reader's key."""
-        return encode_position(self.stream, self.created, self.seq, writer=self.writer)
+        return Record(stream=self.stream, created=self.created, seq=self.seq, writer=self.writer).encode()
 
     @classmethod
     def decode(cls, name: str, data: bytes, revision: int) -> StoredOffset:
@@ -157,38 +187,14 @@ class StoredOffset:
             ValueError: The value is not a position.
         """
         try:
-            body = orjson.loads(data)
-            if json_number(body["v"], "v") == _VERSION:
-                # The records of `exactly_once` have "worker" instead.
-                writer = json_text(body["worker"] if "worker" in body else body["writer"], "writer")
-                stream, created = json_text(body["stream"], "stream"), json_text(body["created"], "created")
-                return cls(name, stream, created, json_number(body["seq"], "seq", low=1), revision, writer)
-        except (KeyError, TypeError, ValueError):
-            pass
-        raise ValueError(f"the stored value of {name!r} is not a position: {data[:80]!r}; use another name")
-
-
-def encode_position(stream: str, created: str, seq: int, **writer: Any) -> bytes:
-    """Return a position as it is stored; `writer` identifies the store, as `FencedWriter` requires."""
-    return orjson.dumps({"v": _VERSION, "stream": stream, "created": created, "seq": seq, **writer})
-
-
-def epoch_of(data: bytes) -> str:
-    """Return the ``epoch`` of a position that a group's worker has stored; empty if it has none."""
-    try:
-        epoch = orjson.loads(data)["epoch"]
-    except (KeyError, TypeError, ValueError):
-        return ""
-    return epoch if isinstance(epoch, str) else ""
-
-
-def writer_of(data: bytes) -> tuple[object, object]:
-    """Return the ``worker`` and ``commit`` of a position that a worker has stored."""
-    try:
-        body = orjson.loads(data)
-        return body["worker"], body["commit"]
-    except (KeyError, TypeError, ValueError):
-        return None, None
+            found = Record.decode(data)
+            if not found.stream:
+                raise ValueError("it has no stream")
+        except ValueError as error:
+            raise ValueError(
+                f"the stored value of {name!r} is not a position: {data[:80]!r}; use another name"
+            ) from error
+        return cls(name, found.stream, found.created, found.seq, revision, found.writer)
 
 
 class PositionedReader(Protocol):
@@ -246,29 +252,40 @@ class OffsetStore:
         self._context = Context(js)
         self._timeout = self._context.resolve_timeout(timeout)
         self._patience = check_seconds(patience, "patience")
-        self._opened: Bucket | None = None
+        self._checked = False  # the bucket can be used
         self._writers: dict[str, FencedWriter] = {}
-        self._fetched_in: dict[str, StreamState] = {}  # the bucket's state before the last fetch of a name
         self._id = NUID().next().decode()
 
     def __repr__(self) -> str:
         return f"<OffsetStore bucket={self.bucket!r}>"
 
-    async def create(self, *, replicas: int = 1) -> OffsetStore:
+    @cached_property
+    def _bucket(self) -> Bucket:
+        return Bucket(open_bucket(self.context, self.bucket), self._timeout)
+
+    async def create(self, stream: str | None = None, *, replicas: int | None = None) -> OffsetStore:
         """Create the bucket if it does not exist, and return this object.
 
         Args:
-            replicas: How many servers hold the bucket.
+            stream: The stream that is read: the bucket gets as many replicas. A bucket that exists is left as it is.
+            replicas: How many servers hold the bucket, if not as many as the stream; without either, one.
 
         Raises:
+            BadSubjectError: `stream` is not the name of a stream.
+            nats.js.errors.NotFoundError: There is no such stream.
             nats.js.errors.APIError: The server refused.
+            RequestTimeoutError: No answer in time.
 
         Cancellation: The bucket may have been created.
         """
+        if stream is not None:
+            check_name(stream, "stream name")
         try:
             await self._open()
         except BucketNotFoundError:
-            await create_bucket(self._bucket(), replicas=replicas)
+            if replicas is None and stream is not None:
+                replicas = (await stream_state(self._context, stream, self._timeout)).replicas
+            await create_bucket(self._bucket, replicas=1 if replicas is None else replicas)
         return self
 
     async def fetch(self, name: str) -> StoredOffset | None:
@@ -290,11 +307,7 @@ class OffsetStore:
         Cancellation: Safe; nothing is left behind.
         """
         check_key(name)
-        writer = await self._writer(name)
-        state = await Retry(self._patience).call(self._state)
-        found = await writer.read()
-        self._fetched_in[name] = state
-        return _decode(name, found)
+        return _decode(name, await (await self._writer(name)).read())
 
     async def commit(
         self, reader: PositionedReader, *, name: str | None = None, position: int | None = None
@@ -314,7 +327,8 @@ class OffsetStore:
         Raises:
             FencedError: Another reader has committed under the name since this object fetched it, or a position exists
                 that this object has not fetched. Nothing is stored. `fetch` takes the name over.
-            StreamRecreatedError: The bucket was deleted and created again since. The position is not stored.
+            StreamRecreatedError: The bucket was deleted and created again since. The position is not stored. `fetch` takes
+                the name over in the new bucket.
             ValueError: The reader has no name, the position is out of range, or the reader would return the stored position as
                 its next message: it reads the bucket's stream, and its filter matches the key. Nothing is stored.
             nats.js.errors.InvalidKeyError, nats.js.errors.BucketNotFoundError, nats.js.errors.BadBucketError: As for `fetch`.
@@ -333,20 +347,8 @@ class OffsetStore:
         writer = await self._writer(name)
         fetched = writer.fence != 0
         try:
-            if (
-                not fetched and name in self._fetched_in
-            ):  # there was no position: no record shows that the bucket is the same
-                await Retry(self._patience).call(lambda: self._check_same(self._fetched_in[name]))
             ack = await store_position(writer, offset.encode(), name, seq)
             log_state(_log, f"reader {name!r}", "position committed", position=seq)
-        except StreamRecreatedError as error:
-            raise StreamRecreatedError(
-                f"reader {name!r}: the position was not stored, because bucket {self.bucket!r} is not known to be the one in which "
-                f"this OffsetStore last fetched or committed it; call fetch() before the next commit ({error})",
-                stream=error.stream,
-                expected=error.expected,
-                found=error.found,
-            ) from error
         except RecordMovedError as moved:
             stored = _decode(name, moved.record)
             what = f"reader {name!r}: nothing was stored; its position in bucket {self.bucket!r}"
@@ -389,25 +391,23 @@ class OffsetStore:
         return Committing(self, reader, _name_of(reader, name), every, seconds)
 
     async def _writer(self, name: str) -> FencedWriter:
-        writer = self._writers.get(name)
-        if writer is None:
-            bucket = await Retry(self._patience).call(self._open)
-            writer = self._writers[name] = FencedWriter(
-                bucket.context,
-                bucket.stream,
-                bucket.subject(name),
+        if name not in self._writers:
+            await Retry(self._patience).call(self._open)
+            self._writers[name] = FencedWriter(
+                self._bucket.context,
+                self._bucket.stream,
+                self._bucket.subject(name),
                 name=f"reader {name!r}",
                 timeout=self._timeout,
                 patience=self._patience,
                 checked=True,
             )
-        return writer
+        return self._writers[name]
 
     def _check_excluded(self, reader: PositionedReader, name: str) -> None:
         """Raise ValueError if the reader would return its own stored position."""
-        bucket = Bucket(open_bucket(self.context, self.bucket), self._timeout)
-        subject = bucket.subject(name)
-        if reader.stream != bucket.stream or Context(reader.context).prefix != self._context.prefix:
+        subject = self._bucket.subject(name)
+        if reader.stream != self._bucket.stream or Context(reader.context).prefix != self._context.prefix:
             return
         if matches(reader, subject):
             raise ValueError(
@@ -416,25 +416,15 @@ class OffsetStore:
                 "another one; give the reader a filter (subject=) that does not match this subject, or use another bucket"
             )
 
-    async def _state(self) -> StreamState:
-        return await (await self._open()).state(direct=False)
-
-    async def _check_same(self, before: StreamState) -> None:
-        await check_same_stream(self._context, before, await self._state(), self._timeout)
-
-    def _bucket(self) -> Bucket:
-        return Bucket(open_bucket(self.context, self.bucket), self._timeout)
-
-    async def _open(self) -> Bucket:
-        if self._opened is None:
-            bucket = self._bucket()
-            try:
-                (await bucket.state(direct=False)).check_sequences()
-            except BucketNotFoundError as error:
-                error.description = f"{error.description}; OffsetStore(js, {self.bucket!r}).create() creates it"
-                raise
-            self._opened = bucket
-        return self._opened
+    async def _open(self) -> None:
+        if self._checked:
+            return
+        try:
+            (await self._bucket.state(direct=False)).check_sequences()
+        except BucketNotFoundError as error:
+            error.description = f"{error.description}; OffsetStore(js, {self.bucket!r}).create() creates it"
+            raise
+        self._checked = True
 
 
 class Committing:

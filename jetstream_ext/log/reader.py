@@ -16,54 +16,66 @@ from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import (
-    bisect_time,
-    check_same_stream,
-    first_since,
-    gather_bounded,
-    get_at_leader,
-    newest_up_to,
-    settled_state,
-    stream_state,
-)
+from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context
-from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.direct_reader import MessageBatch, link_of, read_blocks, read_one
 from jetstream_ext.client.doorbell import Waiter, shared
-from jetstream_ext.client.replaced import were_replaced_by_newer
+from jetstream_ext.client.looks import Look
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
-from jetstream_ext.errors import (
-    MessageNotFoundError,
-    PositionLostError,
-    RequestTimeoutError,
-    StreamConfigMismatchError,
-    StreamRecreatedError,
+from jetstream_ext.log.fetching import Fetcher
+from jetstream_ext.log.observed import consumer_of, observe_lag
+from jetstream_ext.log.offsets import (
+    Checkpoint,
+    First,
+    OffsetStore,
+    Seq,
+    Start,
+    Stored,
+    StoredOffset,
+    Time,
+    check_start,
+    decode_checkpoint,
 )
-from jetstream_ext.log.observed import consumer_of, observe_lag, observed_receiving
-from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stored, StoredOffset, Time, check_start
+from jetstream_ext.log.verified import VerifiedLog
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request, StoredMsg
-from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
-from jetstream_ext.protocol.loss import Gaps
-from jetstream_ext.protocol.numbers import LARGEST
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import check_bool, check_int, check_seconds, check_word
-from jetstream_ext.protocol.reads import OneReply, Scan
-from jetstream_ext.protocol.subjects import can_be_asked_for, check_filter
-from jetstream_ext.text import get_logger, log_state, numbered, plural
+from jetstream_ext.protocol.records import Record
+from jetstream_ext.protocol.subjects import check_filter, check_name
+from jetstream_ext.text import get_logger, log_state
 
 _log = get_logger("log")
 
 _FIRST: Final = First()
-# Messages and bytes of a group, about. A group costs two requests, which should be few compared with its messages.
-_GROUP: Final = 4096
-_GROUP_BYTES: Final = 4 << 20
-_REQUEST_BYTES: Final = 1 << 20
-# So few messages are read one by one from the leader: one round trip, and no replica or mirror has to catch up. The answers
-# have a third more bytes, and together they must not be too much for the connection.
-_FEW: Final = 8
-_FEW_BYTES: Final = 16 << 20
-# The most sequences of a group: a filter can leave few messages among many sequences.
-_WIDEST: Final = 1 << 40
+
+
+class _Buffer:
+    """The position, and the messages from there on that are ready to be returned."""
+
+    def __init__(self, position: int | None) -> None:
+        self.position: int | None = position
+        self.not_before: datetime | None = None
+        """What is stored before that time, and before the first message to return, is left out."""
+        self._rows: deque[StoredMsg] = deque()
+        self._after = 0  # the position once they are returned
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def fill(self, rows: list[StoredMsg], after: int) -> None:
+        """Add messages, with the position after them."""
+        if (start := self.not_before) is not None:
+            rows = list(itertools.dropwhile(lambda row: row.time < start, rows))
+            if rows:
+                self.not_before = None
+        self._rows.extend(rows)
+        self._after = after
+        if not rows:
+            self.position = after
+
+    def take(self) -> StoredMsg:
+        message = self._rows.popleft()
+        self.position = message.seq + 1 if self._rows else self._after
+        return message
 
 
 class LogReader:
@@ -83,23 +95,11 @@ class LogReader:
 
     On a stream that keeps the newest messages of each subject (``max_msgs_per_subject``, or rollups of a subject) the
     reader also skips messages that newer ones of their subjects replaced, wherever they were. It returns the newest
-    message of every subject. A removed message leaves no trace of its subject, so if messages are missing at the
-    beginning of such a stream, the reader decides by the stream's state. The messages are lost
-
-    * if the stream is empty, has too few messages for one subject to have reached ``max_msgs_per_subject``, or refuses
-      newer messages instead (``discard_new_per_subject``);
-    * if a limit may have removed them: ``max_msgs`` is reached, less than one message fits into ``max_bytes`` (both only
-      with discard ``old``), or they may be older than ``max_age`` (and the delete markers that replaced them may be gone);
-    * if subjects have disappeared since this reader last checked the stream's beginning, or if the stream has fewer
-      messages than then and no rollup was stored since (or less than 5 s before). Compaction never does that; purges,
-      deletions and the expiry of a message's own TTL do.
-
-    Otherwise they were replaced. Three cases cannot be decided. A purge, a deletion or the end of a message's own TTL that
-    happened before this reader checked the stream for the first time, or after which as many new subjects (or messages)
-    arrived, or (if rollups are allowed) a rollup, more than about 4,000 messages or 4 MiB, or (if messages have TTLs) one
-    that is gone again after a second or more and may have been a rollup, counts as a replacement. Limits that were changed are known to the
-    reader only if it checked the stream before and after; then the old and the new ones count. A marker that the server
-    stores when a TTL ends (``subject_delete_marker_ttl``) replaces the message.
+    message of every subject. A removed message leaves no trace of its subject, so if messages are missing at the beginning
+    of such a stream, the leader's report of the stream decides whether they were replaced or are lost: how many messages
+    and subjects it has and had, its limits, and whether a rollup was stored. The page "Streams as logs" has the rules. A
+    purge, a deletion or the end of a message's own TTL that happened before this reader checked the stream for the first
+    time counts as a replacement, and so does one that as many new messages and subjects hide, or a rollup.
 
     An ``async for`` may be left and continued later; nothing has to be closed, and nothing is left on the server. One task at
     a time may read.
@@ -107,9 +107,9 @@ class LogReader:
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         stream: The stream's name.
-        start: `First()`, `Seq(n)`, `Time(t)`, `Last()`, `New()` or `Stored(name)`. With `First()`, what is removed before
-            the reader returns its first message, or has found that none matches so far, is no loss; what is removed after
-            that is one.
+        start: `First()`, `Seq(n)`, `Time(t)`, `Last()`, `New()`, `Stored(name)` or `Checkpoint(text)`. With `First()`, what
+            is removed before the reader returns its first message, or has found that none matches so far, is no loss; what
+            is removed after that is one.
         subject: Read only what matches this filter (wildcards allowed); None is everything.
         tail: At the end of the stream, ``async for`` waits for more instead of ending.
         on_lost: What happens where messages were lost that the reader has not read: ``"error"`` raises
@@ -144,14 +144,15 @@ class LogReader:
     Raises:
         BadSubjectError: The stream's name or the filter is not valid.
         TypeError: `start` is not a start, or a number is of another type.
-        ValueError: A number is not over 0, or `on_lost` is another word. While reading: the stored position belongs to
-            another stream.
+        ValueError: A number is not over 0, or `on_lost` is another word. While reading: the stored position or checkpoint
+            belongs to another stream.
         PositionLostError: While reading: see `on_lost`; also if the stream ends before the position. The position
             stays; `seek` to the error's ``got`` continues after the loss.
         StreamRecreatedError: While reading: the stream was deleted and created again since the reader began, or since the
-            position was stored. It counts as created again if its creation time has changed and the first and last messages
-            that the reader last knew of are gone, or if it has another message where the reader has been: it was restored
-            from an older copy, or emptied. For a stored position, the creation time decides alone.
+            position was stored. It counts as created again if it has another message at the sequence of the last one that
+            the reader knew of (it was restored from an older copy, or emptied), or if that one is gone and the stream's
+            creation time has changed. For a stored position or a checkpoint, the creation time decides alone. `seek` accepts
+            the stream as it is now.
         StreamConfigMismatchError: While reading: the stream's retention is not ``limits``, so that consumers delete
             messages (no error with ``on_lost="skip"``); or it has file storage and has reached sequence 2**62, from which on
             servers find no messages.
@@ -184,45 +185,42 @@ class LogReader:
         confirm: bool = True,
         doorbell: bool = True,
     ) -> None:
+        check_name(stream, "stream name")
         if subject is not None:
             check_filter(subject)
         check_word(on_lost, ("error", "skip"), "on_lost")
-        self._patience = check_seconds(patience, "patience")
-        self._poll = check_seconds(poll, "poll")
         check_bool(doorbell, "doorbell")
-        self._rings = doorbell and confirm
-        self._waiter: Waiter | None = None  # at the end of the stream
-        self._skips = on_lost == "skip"
-        self._context = Context(js)
-        self._timeout = self._context.resolve_timeout(timeout)
-        self._direct = DirectGet(js, stream, timeout=timeout)
-        self._span = _GROUP
-        self._created: str | None = None
-        self._seen: StreamState | None = None  # the last one; the next must be of the same stream
-        self._checked = False  # the leader has said that the stream can be read
         self.context: JetStreamContext = js
         self.stream: str = stream
-        self._source = f"reader of {stream!r}"  # for the log
         self.subject: str | None = subject
         self.tail: bool = tail
         self.confirm: bool = confirm
-        self.offsets: OffsetStore = OffsetStore(js, timeout=timeout) if offsets is None else offsets
         self.name: str | None = start.name if isinstance(start, Stored) else None
-        self._pending = 0  # how many messages the last answer of a responder had and announced
+        self._patience = check_seconds(patience, "patience")
+        self._poll = check_seconds(poll, "poll")
+        self._context = Context(js)
+        self._timeout = self._context.resolve_timeout(timeout)
+        self.offsets: OffsetStore = OffsetStore(js, timeout=timeout) if offsets is None else offsets
+        self._rings = doorbell and confirm
+        self._waiter: Waiter | None = None  # at the end of the stream
+        self._fetcher = Fetcher(self._context, stream, subject, self._timeout)
+        self._look: Look | None = None  # the last one
+        self._verified = VerifiedLog(
+            self._context, stream, subject, self._timeout, ask=self._ask, skips=on_lost == "skip"
+        )
         self._reading = False
-        self._state: StreamState | None = None
         self._start_at(check_start(start))
 
     def __repr__(self) -> str:
-        return f"<LogReader stream={self.stream!r} subject={self.subject!r} position={self._position}>"
+        return f"<LogReader stream={self.stream!r} subject={self.subject!r} position={self.position}>"
 
     @property
     def created(self) -> str | None:
         """When the stream was created, as the server writes it; None before the reader has asked.
 
-        With ``confirm=False`` the reader does not ask: it is what a stored position says, or None.
+        With ``confirm=False`` the reader does not ask: it is what a stored position or checkpoint says, or None.
         """
-        return self._created
+        return self._verified.created
 
     @property
     def position(self) -> int | None:
@@ -232,7 +230,22 @@ class LogReader:
         above it. At the end, it is one more than the stream's last sequence, whether or not that message matched; with
         ``confirm=False`` it is one more than the sequence of the last message returned.
         """
-        return self._position
+        return self._buffer.position
+
+    @property
+    def checkpoint(self) -> str:
+        """The position as text, with the stream and when it was created. `Checkpoint` starts a reader there.
+
+        Store it in your own database, in the transaction that stores the results of the messages before it. Inside an
+        ``async for`` it is the position behind the message of this round. With ``confirm=False`` the reader does not know
+        when the stream was created, and a reader that starts there does not notice that it was created again.
+
+        Raises:
+            RuntimeError: The position is not known yet: read first, or await `open`.
+        """
+        if self.position is None or (self.created is None and self.confirm):
+            raise RuntimeError("the position of this reader is not known yet: read first, or await reader.open()")
+        return Record(stream=self.stream, created=self.created or "", seq=self.position).encode().decode()
 
     def seek(self, start: Start | StoredOffset | int) -> None:
         """Continue at another place with the next read.
@@ -252,23 +265,9 @@ class LogReader:
 
     def _start_at(self, start: Start | StoredOffset) -> None:
         self._start = start
-        self._position: int | None = start.seq if isinstance(start, Seq) else None
-        # It starts at the oldest message and has verified nothing yet: what is removed before that is no loss.
-        self._at_head = False
-        # A start that was later than every message when it was looked up: messages stored before it are left out.
-        self._not_before: datetime | None = None
-        # The state when no message at or above the position had been removed from the beginning of the stream, and a time
-        # before which the message at the position had not been stored.
-        self._before: StreamState | None = None
-        self._since: datetime | None = None
-        # Sequences and times of stored messages. If the stream has another message at the sequence of the first one, it has
-        # lost what the reader has verified; the other one counts if the first was removed.
-        self._witnesses: tuple[tuple[int, datetime], ...] = ()
-        if self._state is not None and self._position is not None:
-            self._note(self._state, self._position)
-        self._state = None
-        self._ready: deque[StoredMsg] = deque()
-        self._after_ready = 0  # the position once `_ready` is returned
+        position = start.seq if isinstance(start, Seq) else None
+        self._buffer = _Buffer(position)
+        self._verified.restart(position)
 
     async def open(self) -> int:
         """Look the start up, unless that is done, and return the position.
@@ -288,11 +287,11 @@ class LogReader:
         return self
 
     async def __anext__(self) -> StoredMsg:
-        if not self._ready:
+        if not self._buffer:
             with self._exclusive():
                 if not await self._fill(math.inf, wait=self.tail):
                     raise StopAsyncIteration
-        return self._take()
+        return self._buffer.take()
 
     async def read(self, max_messages: int = 1000, timeout: float | None = None) -> list[StoredMsg]:
         """Return the next messages: as many as are stored now, up to `max_messages`.
@@ -313,17 +312,10 @@ class LogReader:
 
         Cancellation: Safe: the position has not moved.
         """
-        check_int(max_messages, "max_messages")
         if timeout is None:
             timeout = self._timeout if self.tail else 0.0
         check_seconds(timeout, "timeout", zero=True)
-        if not self._ready:
-            with self._exclusive():
-                if timeout:
-                    await self._fill(asyncio.get_running_loop().time() + timeout, wait=True)
-                else:
-                    await self._fill(math.inf, wait=False)
-        return self._take_up_to(max_messages)
+        return await self._read(max_messages, timeout or math.inf, wait=timeout > 0) or []
 
     async def read_for(self, seconds: float, max_messages: int = 1000) -> list[StoredMsg] | None:
         """Return the next messages as `read` does, an empty list after `seconds` without one, or None at the end of the stream.
@@ -343,13 +335,16 @@ class LogReader:
 
         Cancellation: Safe: the position has not moved.
         """
-        check_int(max_messages, "max_messages")
         check_seconds(seconds, "seconds")
-        if not self._ready:
+        return await self._read(max_messages, seconds, wait=self.tail)
+
+    async def _read(self, max_messages: int, seconds: float, *, wait: bool) -> list[StoredMsg] | None:
+        check_int(max_messages, "max_messages")
+        if not self._buffer:
             with self._exclusive():
-                if not await self._fill(asyncio.get_running_loop().time() + seconds, wait=self.tail):
+                if not await self._fill(asyncio.get_running_loop().time() + seconds, wait=wait):
                     return None
-        return self._take_up_to(max_messages)
+        return [self._buffer.take() for _ in range(min(max_messages, len(self._buffer)))]
 
     async def lag(self) -> int:
         """Return how many sequences the stream has at or above the position, whether or not their messages match.
@@ -368,22 +363,13 @@ class LogReader:
     async def _lag(self) -> int:
         position = await self._resolve()
         if self.confirm:
-            return max(0, (await self._look()).last_seq + 1 - position)
-        batch = self._batch(1, position, DEFAULT_MAX_BYTES)
-        return len(await batch.to_list()) + (batch.num_pending or 0)
+            return max(0, (await self._verified.look()).last_seq + 1 - position)
+        rows, pending = await self._fetcher.fetch_unproved(position, consumer=consumer_of(self), count=1)
+        return len(rows) + pending
 
-    def _batch(self, count: int, position: int, max_bytes: int) -> MessageBatch:
-        plan = OneReply(Request(seq=position, next_by_subj=self.subject or ">", batch=count, max_bytes=max_bytes))
-        reading = read_blocks(self._context, self.stream, plan, self._timeout, consumer=consumer_of(self))
-        return MessageBatch(plan, reading)
-
-    def _take_up_to(self, count: int) -> list[StoredMsg]:
-        return [self._take() for _ in range(min(count, len(self._ready)))]
-
-    def _take(self) -> StoredMsg:
-        message = self._ready.popleft()
-        self._position = message.seq + 1 if self._ready else self._after_ready
-        return message
+    @property
+    def _source(self) -> str:
+        return f"reader of {self.stream!r}"  # for the log
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -395,6 +381,13 @@ class LogReader:
         finally:
             self._reading = False
 
+    def _retry(self) -> Retry:
+        # Direct gets that the leader calls disabled stay disabled; once it allows them, the responders are only away.
+        def transient(error: Exception) -> bool:
+            return is_transient_read(error) if self._verified.readable else is_transient(error)
+
+        return Retry(self._patience, transient=transient)
+
     async def _fill(self, until: float, *, wait: bool) -> bool:
         """Make messages ready, or return at the time `until`; without `wait`, return False at the end of the stream."""
         loop, retry, few = asyncio.get_running_loop(), self._retry(), True
@@ -402,391 +395,133 @@ class LogReader:
         with contextlib.ExitStack() as waiting:
             while True:
                 try:
-                    ended = await retry.attempt(partial(self._advance, until, few=few))
+                    advance = partial(self._advance, few=few) if self.confirm else self._advance_unproved
+                    ended = await retry.attempt(partial(advance, until))
                 except Exception as error:
                     few = False  # their answers may have been too large for the connection
                     observe_lag(self, None)
                     await retry.pause_if_transient(error)
-                    self._state = None
+                    self._verified.state = None
                     continue
-                observe_lag(self, self._known_lag)
                 if ended and not wait:
                     return False
-                if self._ready or loop.time() >= until:
-                    if self._ready and waiter is not None:
+                if self._buffer or loop.time() >= until:
+                    if self._buffer and waiter is not None:
                         waiter.found()
                     return True
                 retry.reset()
                 waiter = waiter or waiting.enter_context(waiter_of(self))
                 await wait_at_end(self, waiter, until)
 
-    @property
-    def _known_lag(self) -> int:
-        """As `lag`, as far as the last answer says."""
-        if self.confirm and self._state is not None and self._position is not None:
-            return max(0, self._state.last_seq + 1 - self._position)
-        return self._pending
-
-    def _retry(self) -> Retry:
-        # Direct gets that the leader calls disabled stay disabled; once it allows them, the responders are only away.
-        return Retry(
-            self._patience, transient=lambda error: (is_transient_read if self._checked else is_transient)(error)
-        )
-
     async def _advance(self, until: float, *, few: bool) -> bool:
-        """Make messages ready; return True if there are none up to the stream's end, as its leader or responder reports.
+        """Make messages ready; return True if there are none up to the stream's end, as its leader reports.
 
         That is the end that this call sees first, because others may store messages as fast as they are read. Return False
         at the time `until` as well, after a group that has nothing to return.
         """
-        loop = asyncio.get_running_loop()
-        before, end, moved = self._state, math.inf, False
-        while not self._ready:
-            if moved and loop.time() >= until:
-                return False
-            moved = True
-            position = await self._resolve()
-            if not self.confirm:
-                # One request at a time: only the rows show how far the responder is.
-                size = min(_REQUEST_BYTES, link_of(self._context.connection).room(1))
-                batch = self._batch(_GROUP, position, size)
-                rows = await batch.to_list()
-                self._pending = len(rows) + (batch.num_pending or 0)
-                if not rows:
-                    return True
-                self._checked = True
-                self._make_ready(rows, rows[-1].seq + 1)
-                if not self._ready and not batch.num_pending:
-                    return True
-                continue
-            if position > end:
-                return True
-            state = self._state
+        loop, verified = asyncio.get_running_loop(), self._verified
+        before, end = verified.state, math.inf
+        position = await self._resolve()
+        while position <= end:
+            state = verified.state
             if state is None or position > state.last_seq:
-                state = await self._look_at(position)
+                state = await verified.look_at(position, few=few and self._fetcher.may_ask_for(2))
                 if position > state.last_seq:
-                    await self._check_witnesses(state)
-                    self._witnesses = state.ends[:1]
-                    self._at_head = False
-                    self._note(state, position)
+                    observe_lag(self, 0)
                     return True
             if state is not before and state.leader_is_certain:
                 end = min(end, state.last_seq)
-            await self._read_group(position, state, few=few)
-        return False
+            position = await self._read_group(position, state, few=few)
+            if self._buffer or loop.time() >= until:
+                return False
+        return True
 
-    async def _read_group(self, position: int, state: StreamState, *, few: bool) -> None:
-        """Read a group of messages, have the leader verify it, and make it ready; a `few` at the end come from the leader."""
-        if position < state.first_seq:
-            if self._at_head or await self._were_replaced(state):
-                position = state.first_seq
-            else:
-                position = self._report_loss(position, state.first_seq)
-        at_end = few and self._before is not None and self._before.last_seq < position  # when it looked before
-        self._note(state, position)
-        before, complete = state, self.subject is None and state.has_every_sequence
-        rows, end, heard = await self._read_rows(position, state, few=at_end)
-        if not (at_end and _shows(state, rows, position)):
-            # A read that has all its rows may have waited for the end of the answer.
-            state = await self._look(max(0.001, heard + self._timeout - asyncio.get_running_loop().time()))
-        await self._check_witnesses(state, rows)
+    async def _read_group(self, position: int, state: StreamState, *, few: bool) -> int:
+        """Read a group of messages, have the leader verify it, and make it ready; return the sequence behind it."""
+        verified = self._verified
+        position = await verified.begin(position, state)
+        complete = self.subject is None and state.has_every_sequence
+        # With the witness in the same answer, both are of the same stream.
+        first, last, consumer = position, state.last_seq, consumer_of(self)
+        if (witness := verified.witness) is not None and state.first_seq <= witness[0]:
+            first = min(position, witness[0])
+        few = few and (first < position or position == last)  # it has read up to here before, or there is only one
+        look = self._look if few else None
+        rows, end = await self._fetcher.fetch(first, position, last, look=look, consumer=consumer)
+        if verified.is_last(rows, position, state):
+            await verified.check_same(state, rows)
+        else:
+            state = await verified.look(rows)
         rows = rows[bisect_left(rows, position, key=attrgetter("seq")) :]
-        if self._at_head:
-            position = rows[0].seq if rows else end + 1
-        gaps = Gaps(position, end)
-        gaps.add([row.seq for row in rows])
-        gaps.close()
-        missing = gaps.lowest
-        if 0 < missing < state.first_seq and not await self._were_replaced(state):
-            if self._at_head and not complete:
-                # The gap may be older than this read. What is returned begins at the message that is the oldest one now.
-                rows = [row for row in rows if row.seq >= state.first_seq]
-            elif kept := [row for row in rows if row.seq < missing]:
-                # Messages before the gap are verified and returned first; the next call reports the gap.
-                rows, end = kept, missing - 1
-            else:
-                after = min(state.first_seq, end + 1) if rows and self._skips else state.first_seq
-                self._report_loss(missing, after)
-                end = max(end, after - 1)
-        if rows or state.first_seq <= end + 1:
-            self._at_head = False
-        if rows:
-            self._since = rows[-1].time
-        self._note(state, end + 1)
-        self._keep_witnesses(end, rows, before, state)
+        rows, end = await verified.accept(position, rows, end, complete=complete)
         self._make_ready(rows, end + 1)
+        observe_lag(self, max(0, state.last_seq + 1 - (self.position or position)))
+        return end + 1
+
+    async def _ask(self, ahead: Sequence[int] | None) -> StreamState:
+        if self._waiter is None:  # it has not waited at the end yet
+            return await stream_state(self._context, self.stream, self._timeout)
+        self._look = await self._waiter.look(ahead, self._timeout)
+        return self._look.state
+
+    async def _advance_unproved(self, until: float) -> bool:
+        """As `_advance`, as far as one responder after the other has messages."""
+        loop = asyncio.get_running_loop()
+        position = await self._resolve()
+        while True:
+            rows, pending = await self._fetcher.fetch_unproved(position, consumer=consumer_of(self))
+            self._verified.readable = True
+            if rows:
+                position = rows[-1].seq + 1
+                self._make_ready(rows, position)
+            observe_lag(self, len(rows) + pending)
+            if self._buffer or loop.time() >= until:
+                return False
+            if not pending:
+                return True
 
     def _make_ready(self, rows: list[StoredMsg], after: int) -> None:
-        """Let messages be returned, with the position after them; those before the start are left out."""
-        if (start := self._not_before) is not None:
-            rows = list(itertools.dropwhile(lambda row: row.time < start, rows))
-            if rows:
-                self._not_before = None
-        self._ready.extend(rows)
-        self._after_ready = after
+        self._buffer.fill(rows, after)
         log_state(_log, self._source, "messages ready", messages=len(rows), position=after)
-        if not rows:
-            self._position = after
-
-    async def _check_witnesses(self, state: StreamState, rows: Sequence[StoredMsg] = ()) -> None:
-        """Raise StreamRecreatedError if the stream has another message where it had a witness.
-
-        A stream keeps its creation time if it was restored from an older copy, or if it is in memory and all its servers
-        restarted. `state` is what its leader says now, `rows` what was just read.
-        """
-        for seq, time in self._witnesses:
-            if (seq, time) in state.ends:
-                return
-            at = bisect_left(rows, seq, key=attrgetter("seq"))
-            found: StoredMsg | None = rows[at] if at < len(rows) and rows[at].seq == seq else None
-            if found is None:
-                found = await get_at_leader(self._context, self.stream, {"seq": seq}, self._timeout)
-            if found is not None and found.time == time:
-                return
-            if found is not None:
-                raise StreamRecreatedError(
-                    f"stream {self.stream!r} has lost messages, or was deleted and created again, because its message {seq} "
-                    f"was stored at {found.time.isoformat()}, and earlier at {time.isoformat()}; sequences below the position "
-                    f"{self._position} may be those of messages that this reader has not returned: start another reader, "
-                    "or seek to where it should continue",
-                    stream=self.stream,
-                    expected=self._created or "",
-                    found=state.created,
-                )
-
-    def _keep_witnesses(self, end: int, rows: Sequence[StoredMsg], *states: StreamState) -> None:
-        """Keep the messages that are known next to the sequence `end`, up to which everything is verified."""
-        last = [(row.seq, row.time) for row in rows[-1:]] + [(state.last_seq, state.last_time) for state in states]
-        known = sorted({*last, *self._witnesses})
-        after, before = [it for it in known if it[0] >= end][:1], [it for it in known if it[0] <= end][-1:]
-        self._witnesses = tuple(dict.fromkeys(after + before))
-
-    async def _were_replaced(self, state: StreamState) -> bool:
-        """Return whether newer messages replaced what is missing at the stream's beginning; else it is lost."""
-        return await were_replaced_by_newer(self._context, state, self._before, self._since, self._timeout)
-
-    def _note(self, state: StreamState, position: int) -> None:
-        """Note a state of the stream that later ones are compared with; everything below `position` is verified."""
-        if state.first_seq <= position:
-            self._before = state
-        if state.last_seq < position and not state.origin:  # a mirror stores messages with the times of its origin
-            self._since = state.now
-
-    def _report_loss(self, position: int, first: int) -> int:
-        """Raise an error for the removed messages, or log a warning and return where to continue."""
-        count = first - position
-        removed = plural(count, "was removed before it was read", "were removed before they were read")
-        what = f"stream {self.stream!r}: {numbered(position, first - 1, 'sequence')} {removed}"
-        if self.subject is not None:
-            what += f" (it is unknown {plural(count, 'whether it', 'how many of them')} matched {self.subject!r})"
-        if not self._skips:
-            raise PositionLostError(
-                f"{what}; seek to {first} to continue after them", stream=self.stream, expected=position, got=first
-            )
-        _log.warning("%s; continuing at sequence %d", what, first)
-        return first
 
     async def _resolve(self) -> int:
         """Return the position; look up the start and the stream, unless that is done."""
-        if self._position is not None:
-            if self._created is None and self.confirm:
-                self._note(await self._look(), self._position)
-            return self._position
+        verified = self._verified
+        if self.position is not None:
+            if verified.created is None and self.confirm:
+                verified.start_at(self.position, await verified.look())
+            return self.position
         start = self._start
         if isinstance(start, Stored):
             start = await self.offsets.fetch(start.name) or start.default
-        if isinstance(start, StoredOffset) and start.stream != self.stream:
-            raise ValueError(
-                f"the stored position of {start.name!r} belongs to stream {start.stream!r}, and this reader reads "
-                f"{self.stream!r}; take another name"
-            )
-        if not self.confirm:
-            if isinstance(start, StoredOffset):
-                self._created = start.created or None
-            self._position = await self._find_unconfirmed(start)
-            log_state(_log, self._source, "start found", position=self._position)
-            return self._position
-        state = await self._look()
+        if isinstance(start, Checkpoint):
+            start = decode_checkpoint(start.text)
+        created = ""
         if isinstance(start, StoredOffset):
-            state.check_created(start.created)
-        self._position = await self._find(start, state)
-        log_state(_log, self._source, "start found", position=self._position, last_seq=state.last_seq)
-        self._at_head = isinstance(start, First)
-        if isinstance(start, Time):
-            self._since = min(start.when, state.now)
-            if self._position > state.last_seq:
-                self._not_before = start.when
-        self._note(state, self._position)
-        return self._position
-
-    async def _read_rows(self, position: int, state: StreamState, *, few: bool) -> tuple[list[StoredMsg], int, float]:
-        """Return a group of messages from a position on, the sequence where it ends, and when all of it was known.
-
-        The messages begin with the newest witness, if it is below the position: so the same answer shows both. `state` is
-        the stream's state before. A `few` messages are read from its leader.
-        """
-        loop = asyncio.get_running_loop()
-        heard = 0.0
-        rows: list[StoredMsg] = []
-        size, end = 0, min(state.last_seq, position + self._span - 1)
-        read_to = end
-        first = min([position, *(seq for seq, _ in self._witnesses[:1] if seq >= state.first_seq)])
-        count = state.last_seq - position + 1
-        if few and count <= _FEW and count * self._context.connection.max_payload <= _FEW_BYTES:
-            seqs = [first, *range(max(position, first + 1), state.last_seq + 1)]
-            found = await self._read_few(seqs)
-            if found is not None:
-                return found, state.last_seq, loop.time()
-        plan = Scan(subject=self.subject, seq=first, up_to_seq=end, max_bytes=_REQUEST_BYTES)
-        reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True, consumer=consumer_of(self))
-        async with contextlib.aclosing(reading) as blocks:
-            async for block in blocks:
-                heard = loop.time()
-                rows += block.messages()
-                size += block.size
-                if rows[-1].seq >= position and (size >= _GROUP_BYTES or len(rows) >= 2 * _GROUP):
-                    read_to = rows[-1].seq
-                    break
-        if read_to < end:
-            self._span = read_to - position + 1
-        elif 2 * len(rows) < _GROUP and 2 * size < _GROUP_BYTES:
-            self._span = min(self._span * 4, _WIDEST)
-        if not rows or rows[-1].seq < read_to:
-            heard = loop.time()  # the leader has proved that nothing else is there
-        return rows, read_to, heard
-
-    async def _read_few(self, seqs: list[int]) -> list[StoredMsg] | None:
-        """Return the messages with these sequences, from the leader; None if one of them has a subject that it cannot show."""
-
-        async def read(seq: int) -> StoredMsg | None:
-            request = {"seq": seq, "next_by_subj": self.subject or ">"}
-            return await get_at_leader(self._context, self.stream, request, self._timeout)
-
-        with observed_receiving(self, self._context.connection) as count:
-            found = await gather_bounded(read, seqs, limit=len(seqs))
-            count(len(found) - found.count(None))
-        by_seq = {message.seq: message for message in found if message is not None and message.seq <= seqs[-1]}
-        rows = [by_seq[seq] for seq in sorted(by_seq)]
-        return None if any("\ufffd" in row.subject for row in rows) else rows
-
-    async def _look(self, timeout: float | None = None) -> StreamState:
-        """Return the stream's state as its leader reports it now; raise an error if the reader cannot read it."""
-        state = await stream_state(self._context, self.stream, self._timeout if timeout is None else timeout)
-        if self._checked:
-            state.check_sequences()
-        else:
-            state.check_direct_reads(self._context.connection.server_version)
-        if state.retention != "limits" and not self._skips:
-            raise StreamConfigMismatchError(
-                f"stream {self.stream!r} has {state.retention} retention: acknowledgements of its consumers delete "
-                "messages that this reader has not read. Read a copy of it with limits retention, or read what is "
-                "left with on_lost='skip'",
-                diff={"retention": ("limits", state.retention)},
-            )
-        self._checked = True
-        if self._seen is not None:
-            await check_same_stream(self._context, self._seen, state, self._timeout)
-        self._created, self._seen, self._state = state.created, state, state
-        self._witnesses = self._witnesses or state.ends[:1]
-        return state
-
-    async def _look_at(self, position: int) -> StreamState:
-        """Return the stream's state once `position` is at most one after its end; raise an error if it stays beyond."""
-        state = await settled_state(self._look, position - 1)
-        if position > state.last_seq and not state.leader_is_certain:
-            raise RequestTimeoutError(
-                f"stream {self.stream!r}: its leader has not heard from the other servers lately, so another one may lead and "
-                f"have more than the {state.last_seq} sequences that it reported; the position stays"
-            )
-        if position > state.last_seq + 1:
-            raise PositionLostError(
-                f"stream {self.stream!r} ends at sequence {state.last_seq}, before the position {position}: the "
-                "stream lost its last messages, or the position belongs to another stream",
-                stream=self.stream,
-                expected=position,
-                got=state.last_seq + 1,
-            )
-        return state
-
-    async def _find(self, start: Start | StoredOffset, state: StreamState) -> int:
-        """Return the sequence of a start; `state` is the stream's state before."""
-        if isinstance(start, Seq | StoredOffset):
-            return start.seq
-        if isinstance(start, First):
-            return state.first_seq
-        subject = self.subject or ">"
-        if isinstance(start, Time):
-            return await first_since(self._context, state, start.when, self._timeout, subject=subject)
-        found: StoredMsg | None = None
-        if isinstance(start, Last):
-            found = await get_at_leader(self._context, self.stream, {"last_by_subj": subject}, self._timeout)
-            if found is None and subject == ">" and state.messages:
-                # For ``>``, servers look only at the last sequence, which may be deleted.
-
-                async def find(request: Request) -> StoredMsg | None:
-                    return await get_at_leader(self._context, self.stream, request.body(), self._timeout)
-
-                found = await newest_up_to(find, state.last_seq, state.first_seq)
-        return state.last_seq + 1 if found is None else found.seq
-
-    async def _find_unconfirmed(self, start: Start | StoredOffset) -> int:
-        """Return the sequence of a start as the responders have it."""
-        if isinstance(start, Seq | StoredOffset):
-            return start.seq
-        # The oldest message names a subject, whose last message shows how far the responder is.
-        oldest = None if isinstance(start, First) else await self._find_one(Request(seq=1, next_by_subj=">"))
-        if isinstance(start, Time):
-            self._not_before = start.when  # a responder may lack messages that it is about to get
-        if oldest is None:
-            return 1
-        last, found = await self._reached(oldest), None
-        disagree = RequestTimeoutError(f"stream {self.stream!r}: the responders to direct gets differ; try again")
-        if last is None:
-            raise disagree  # this one lacks the subject
-        if isinstance(start, Last):
-            found = await newest_up_to(self._find_one, last, oldest.seq, subject=self.subject or ">")
-        elif isinstance(start, Time):
-            subject = self.subject or ">"
-            if (self._context.connection.api_level or 0) >= START_TIME_LEVEL:
-                found = await self._find_one(Request(start_time=start.when, next_by_subj=subject))
-                seq = last + 1 if found is None else found.seq
-            else:
-                seq = await bisect_time(
-                    lambda seq: self._find_one(Request(seq=seq, next_by_subj=subject)), oldest.seq, last + 1, start.when
+            created = start.created
+            if start.stream != self.stream:
+                what = f"the stored position of {start.name!r}" if start.name else "the checkpoint"
+                raise ValueError(
+                    f"{what} belongs to stream {start.stream!r}, and this reader reads {self.stream!r}; "
+                    f"{'take another name' if start.name else 'keep one checkpoint for each stream'}"
                 )
-            if seq > last:
-                newest = await newest_up_to(self._find_one, last, oldest.seq, subject=subject)
-                if newest is not None and newest.time >= start.when:
-                    raise disagree
-            return seq
-        return last + 1 if found is None else found.seq
-
-    async def _reached(self, oldest: StoredMsg) -> int | None:
-        """Return the last sequence that a responder has, or None if it lacks the subject of the message `oldest`."""
-        if can_be_asked_for(oldest.subject):
-            newest_of = self._direct.multi_last([oldest.subject])
-            await newest_of.to_list()
-            return newest_of.up_to_seq
-        newest = await newest_up_to(self._find_one, LARGEST, oldest.seq)
-        return None if newest is None else newest.seq
-
-    async def _find_one(self, request: Request) -> StoredMsg | None:
-        try:
-            found = await read_one(self._context, self.stream, request, self._timeout)
-        except MessageNotFoundError:
-            found = None
-        self._checked = True
-        return found
+        if self.confirm:
+            state = await verified.look()
+            state.check_created(created)
+            position = await self._fetcher.find(start, state)
+            since = min(start.when, state.now) if isinstance(start, Time) else None
+            verified.start_at(position, state, at_head=isinstance(start, First), since=since)
+        else:
+            verified.created = created or None
+            position = await self._fetcher.find_unproved(start)
+        if isinstance(start, Time):
+            self._buffer.not_before = start.when  # there may be no message yet, and a responder may lack some
+        self._buffer.position = position
+        log_state(_log, self._source, "start found", position=position)
+        return position
 
 
-def _shows(state: StreamState, rows: list[StoredMsg], position: int) -> bool:
-    """Whether a state from before a read shows that the last row is all that the stream has had from a position on."""
-    if not rows or not state.first_seq <= position == state.last_seq:
-        return False
-    return (rows[-1].seq, rows[-1].time) == state.ends[0]
-
-
-# The next two are for whoever reads to the end again and again.
+# For groups, which read to the end again and again.
 
 
 def waiter_of(reader: LogReader) -> Waiter:
@@ -794,11 +529,16 @@ def waiter_of(reader: LogReader) -> Waiter:
     waiter = reader._waiter  # noqa: SLF001 - its own module
     if waiter is None:
         context, rings, poll = reader._context, reader._rings, reader._poll  # noqa: SLF001 - its own module
-        waiter = Waiter(shared(context, reader.stream, reader.subject) if rings else None, poll=poll)
+        waiter = Waiter(shared(context, reader.stream, reader.subject), poll=poll, rings=rings)
         reader._waiter = waiter  # noqa: SLF001 - its own module
     return waiter
 
 
 async def wait_at_end(reader: LogReader, waiter: Waiter, until: float = math.inf) -> None:
     """Wait at the end of a reader's stream until it is time to look for more, or until the time `until`."""
-    await waiter.pause(reader._state, reader.position or 1, until)  # noqa: SLF001 - its own module
+    await waiter.pause(reader._verified.state, reader.position or 1, until)  # noqa: SLF001 - its own module
+
+
+def read_at_most(reader: LogReader, messages: int) -> None:
+    """Let a reader read groups of about so many messages, which it keeps until they are taken."""
+    reader._fetcher.most = messages  # noqa: SLF001 - its own module

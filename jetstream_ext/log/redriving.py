@@ -1,85 +1,84 @@
 """Dead letters: to list them, to hand them back to the streams that they come from, and to drop them.
 
-::
+`redrive` hands back one letter at a time. Before it sends a letter, it notes that in a key of a bucket, which is fenced as a
+worker's position is, and a letter stays noted until it is deleted. A letter has a message id of its own and a *fence*: it expects
+the last sequence on its subject (``Nats-Expected-Last-Subject-Sequence``) that was read before the note.
 
-    note     store which letters are about to be sent, and the last message of each target stream
-    send     publish them, each with a fence and an id of its own ── no answer ──► look for the ids, send the rest
-    delete   delete the letters, and note what is still unclear
+======================================= ========================================================================================
+what is known of a letter               what `redrive` does
+======================================= ========================================================================================
+it is not noted                         read its fence, store the note, send it. Another call sends it only after a note of its
+                                        own, and then this call cannot store one.
+it is noted, or an attempt had no       read its fence, store the note, and look for its message id in everything that the target
+answer                                  has stored since it was first noted
+ the target has it                      delete it
+ the target certainly does not have it  send it, with the fence from before the look
+ neither is certain                     keep the letter and its note: it is in doubt
+an ack says that it is stored           delete it
+an ack says that it is a duplicate      delete it if the target still has the copy; otherwise it is in doubt
+its fence refuses it                    begin again: another producer has stored on its subject, or an attempt has arrived
+it is refused for another reason        keep it and those behind it, and raise the refusal
+======================================= ========================================================================================
 
-The note is a key of a bucket, fenced as a worker's position is. A call that finds the note of one that died looks for the
-letters in the target streams first: what is stored there is only deleted. A letter stays in the note until it is sent and
-deleted, so that each later look begins where the first one did.
-
-An attempt without an answer may arrive at any later time. Therefore each letter names the last sequence on its subject
-(``Nats-Expected-Last-Subject-Sequence``), read before the look that did not find it, or before the note: another call sends
-only what it has noted itself, and this one cannot store a note then. Of all attempts, the server stores the first one that
-arrives and refuses the others.
-
-A look begins with a message that the target's leader refuses, because the leader has processed by then what was sent before
-on the same connection. That a letter is absent is believed only of a leader that has no successor, and of a stream that has
-the message which was its last one when the letter was noted, and everything since. Otherwise the letter is in doubt. It is
-sent again only on request, and only if the target could be read.
+An attempt that is held up therefore does no harm, however late it arrives: of all attempts to send a letter, the server stores the
+first one, and that changes the last sequence which the others expect. It is certain that a target does not have a letter if it is
+the same stream, has the message that was its last one when the letter was noted and everything since, and its leader has no
+successor (`protocol.outcome`).
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
-import nats.errors
+import orjson
 from nats.js import JetStreamContext
-from nats.js.errors import APIError
+from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import (
-    gather_bounded,
-    get_at_leader,
-    stream_state,
-    wait_for_sequence,
-)
+from jetstream_ext.client.api import Api, get_at_leader, stream_state
 from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
-from jetstream_ext.client.retry import Retry, is_transient_read
+from jetstream_ext.client.outcome import find_out
+from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.errors import (
     BadHeaderError,
     BadSubjectError,
     BatchServerError,
-    ErrorCode,
     FencedError,
     HistoryUnavailableError,
     MaxPayloadError,
+    RequestTimeoutError,
+    ServerError,
     StreamConfigMismatchError,
+    WrongLastSequenceError,
     batch_refusal,
     server_error,
 )
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import operation
-from jetstream_ext.log.lease import encode_key
+from jetstream_ext.log.liveness import encode_key
 from jetstream_ext.log.offsets import OffsetStore
 from jetstream_ext.log.reader import LogReader
-from jetstream_ext.log.redrive_fences import SubjectFences
-from jetstream_ext.log.redrive_letters import LetterStream
-from jetstream_ext.log.redrive_note import Key, NotedLetter, decode_note, encode_note, key_of, last_message
-from jetstream_ext.log.redrive_search import Copy, CopySearch, Look, can_fence
-from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.api import StreamState, parse_time
 from jetstream_ext.protocol.dead_letters import origin, sendable_headers
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, EXPECTED_STREAM, MSG_ID
+from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence
+from jetstream_ext.protocol.outcome import Messages, StreamGone, Unknown
 from jetstream_ext.protocol.subjects import check_filter, check_name, covers
 from jetstream_ext.text import counted, get_logger, log_state
 from jetstream_ext.types import own_headers
 
 _log = get_logger("log")
 
-_GROUP: Final = 100  # letters under one note
-_REFUSALS_IN_A_ROW: Final = 10  # of a letter by its fence: then other producers store on its subject all the time
-_WRONG_LAST_SEQUENCE: Final = (ErrorCode.WRONG_LAST_SEQUENCE, ErrorCode.WRONG_LAST_SEQUENCE_CONSTANT)
-# After these a letter is not stored, and will not be.
-_REFUSALS: Final = (BatchServerError, BadSubjectError, BadHeaderError, MaxPayloadError)
+_VERSION: Final = 3
+_READ: Final = 100  # messages that are read at once
+# After these, this attempt to send a letter has stored nothing.
+_REFUSALS: Final = (BatchServerError, BadSubjectError, BadHeaderError, MaxPayloadError, NoStreamResponseError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,9 @@ class DeadLetterMessage:
         error: The error of the last attempt.
         worker: The worker's name.
         headers: The headers of the input that can be sent again.
-        complete: Whether the subject and `headers` are all that the input had, so that it can be handed back.
+        cut: What the letter lacks because its stream had refused it as too large: ``data`` (all but the first 4,096 bytes, or
+            everything), ``headers`` or both.
+        complete: Whether `data`, the subject and `headers` are all that the input had, so that it can be handed back.
     """
 
     message: StoredMsg
@@ -108,11 +109,12 @@ class DeadLetterMessage:
     error: str
     worker: str
     headers: tuple[tuple[str, str], ...]
+    cut: tuple[str, ...]
     complete: bool
 
     @property
     def data(self) -> bytes:
-        """The payload of the input."""
+        """The payload of the input, or what the letter has of it (see `cut`)."""
         return self.message.data
 
 
@@ -122,7 +124,8 @@ class Redriven:
 
     Attributes:
         sent: Letters that this call has handed back.
-        found: Letters that another call had handed back, and this one has deleted.
+        found: Letters that this call has deleted because their targets had them, from an earlier call or from an attempt
+            without an answer.
         left: Messages that are no dead letters, or cannot be sent as they were; they stay.
     """
 
@@ -147,6 +150,7 @@ def dead_letter_of(message: StoredMsg) -> DeadLetterMessage | None:
         found.error,
         found.worker,
         found.headers,
+        found.cut,
         found.complete,
     )
 
@@ -180,12 +184,7 @@ async def dead_letters(
 
 
 async def drop(
-    js: JetStreamContext,
-    stream: str,
-    seqs: Sequence[int],
-    *,
-    timeout: float | None = None,
-    patience: float = 30.0,
+    js: JetStreamContext, stream: str, seqs: Sequence[int], *, timeout: float | None = None, patience: float = 30.0
 ) -> int:
     """Delete dead letters; return how many of them were stored.
 
@@ -198,29 +197,24 @@ async def drop(
 
     Raises:
         ValueError: A sequence is that of another message; nothing was deleted.
-        StreamConfigMismatchError: The stream has ``deny_delete``; nothing was deleted.
+        StreamConfigMismatchError: The stream has ``deny_delete`` or is a mirror; nothing was deleted.
         Exception: As for `DirectGet.get`; some of them may be deleted.
 
     Cancellation: Some of them may be deleted.
 
-    Requires: permission for ``STREAM.INFO``, ``DIRECT.GET`` and ``STREAM.MSG.DELETE`` of the stream.
+    Requires: permission for ``STREAM.INFO``, ``STREAM.MSG.GET`` and ``STREAM.MSG.DELETE`` of the stream.
     """
-    check_name(stream, "stream name")
-    context = Context(js)
-    letters = LetterStream(context, stream, context.resolve_timeout(timeout), check_seconds(patience, "patience"))
+    letters = _LetterStream(js, stream, timeout, patience)
     numbers = [check_sequence(seq, "seq") for seq in seqs]
     await letters.check()
-    found: list[Key] = []
-    for seq in numbers:
-        message = await letters.get(seq)
-        if message is not None and origin(message) is None:
+    found = [message for message in [await letters.get(seq) for seq in numbers] if message is not None]
+    for message in found:
+        if origin(message) is None:
             raise ValueError(
-                f"stream {stream!r}: message {seq} on {message.subject!r} is no dead letter; nothing was deleted"
+                f"stream {stream!r}: message {message.seq} on {message.subject!r} is no dead letter; nothing was deleted"
             )
-        if message is not None:
-            found.append(key_of(message))
-    for key in found:
-        await letters.delete(key)
+    for message in found:
+        await letters.delete(message.seq, message.time_ns)
     return len(found)
 
 
@@ -241,13 +235,8 @@ async def redrive(
 
     The input is published again, with its payload, its subject, its headers as `StoredMsg.headers` has them, and a message
     id of its own, and so gets a new sequence in its stream. A call that is killed at any moment, and repeated at any later
-    time, hands no letter back twice. Of several calls at the same time one continues.
-
-    An attempt without an answer may be held up, by a server that is suspended for example. When it arrives after another
-    attempt, the server refuses it, because each letter names the last sequence on its subject. Only within the target's
-    ``duplicate_window`` is it refused in three cases: the target removes the newest message of that subject meanwhile (a
-    work queue, or a limit); it has a ``subject_transform`` or ``allow_msg_counter``; or other producers store on the
-    subject so often that the server has refused the letter ten times in a row for that.
+    time, hands no letter back twice: it looks in the target for what was sent, and says of which letters it cannot know that.
+    Of several calls at the same time one continues. A letter that was cut (`DeadLetterMessage.cut`) stays.
 
     ::
 
@@ -261,476 +250,415 @@ async def redrive(
         to_stream: The stream that must store them; None is the one that the input comes from. Give the origin of a mirror if
             the worker read the mirror.
         max_messages: How many to hand back at most, from 1; None is all of them.
-        again: Hand a letter back although an earlier call may have done so, and its copy may be gone since (see Raises). A
-            letter whose target cannot be read stays.
+        again: Hand a letter back although an earlier call may have done so (see Raises). A letter whose target cannot be
+            read stays.
         offsets: Where the call notes what it is about to send (one key per stream, in the bucket, which is created if it does
             not exist); None is ``OffsetStore(js)``.
         timeout: Seconds to wait for each answer; None is the context's own.
-        patience: Seconds that transient errors may last.
+        patience: Seconds that transient errors may last, a look in one target may take, and other producers may store on a
+            letter's subject before each attempt to send it.
 
     Raises:
         HistoryUnavailableError: An earlier call did not end, or an answer was lost, and it is not known whether the target
-            stream had the letters that were sent, because messages were removed from it since, the message that was its last one
-            is gone, it was deleted, or it cannot be read. The others are handed back, and these stay; `keys` are their
-            subjects. Repeat the call if the target could not be read; otherwise hand them back with ``again=True``, or
-            `drop` them.
+            has the letters that were sent: it was deleted, it has lost messages since or may have, its retention is not
+            ``limits``, the letters go to another stream now, or it cannot be read. The others are handed back, and these stay;
+            `keys` are their subjects. Repeat the call if the target could not be read; otherwise hand them back with
+            ``again=True``, or `drop` them.
         FencedError: Another call for this stream has begun since; that one continues.
-        nats.js.errors.NoStreamResponseError, ServerError: No stream, or another one than the letter's, stores its subject, or it refuses the
-            letter. This letter and those behind it stay.
+        nats.js.errors.NoStreamResponseError, ServerError: No stream, or another one than the letter's, stores its subject, it refuses the
+            letter, or other producers store on the subject all the time (WrongLastSequenceError). This letter and those
+            behind it stay.
         StreamConfigMismatchError: The stream has ``deny_delete`` or is a mirror, or the bucket has a TTL or is in memory;
-            nothing was sent. Or a target has ``no_ack``; its letter and those behind it stay.
-        nats.js.errors.NotFoundError, DirectGetDisabledError: A target does not exist, or has no ``allow_direct``; its letter and
-            those behind it stay.
+            nothing was sent. Or a target has ``no_ack``, or a ``subject_transform`` that matches the letter's subject; its
+            letter and those behind it stay.
+        nats.js.errors.NotFoundError: A target does not exist; its letter and those behind it stay.
         BadSubjectError, ValueError, TypeError: Invalid argument; nothing was sent.
         Exception: Transient errors lasted longer than `patience`. Letters that may be sent are found by the next call.
 
     Cancellation: Safe, as a crash is: the next call finds out what was sent.
 
-    Requires: nats-server 2.11; ``allow_direct`` on all these streams; permission for ``STREAM.INFO``, ``STREAM.MSG.GET`` and
-        ``DIRECT.GET`` of them, for ``STREAM.MSG.DELETE`` of the letters' stream, and for the inputs' subjects; what `OffsetStore`
-        requires.
+    Requires: nats-server 2.11; ``allow_direct`` on the letters' stream; permission for ``STREAM.INFO`` and ``STREAM.MSG.GET`` of
+        all these streams, ``DIRECT.GET`` and ``STREAM.MSG.DELETE`` of the letters' stream, and for the inputs' subjects; what
+        `OffsetStore` requires. To look for letters in a target with ``allow_direct``, also ``DIRECT.GET`` of it.
     """
     check_filter(subject)
     if to_stream is not None:
         check_name(to_stream, "stream name")
     most = None if max_messages is None else check_int(max_messages, "max_messages")
     wanted = None if seqs is None else sorted({check_sequence(seq, "seq") for seq in seqs})
-    redriving = _Redriving(js, stream, timeout, patience, to_stream=to_stream, again=again)
-    await redriving.check_stream()
-    await redriving.resume(OffsetStore(js, timeout=timeout) if offsets is None else offsets)
-    if wanted is not None:
-        await redriving.send_those(subject, wanted, most)
-    else:
-        await redriving.send_all(subject, most)
-    redriving.check()
-    return Redriven(redriving.sent, redriving.found, redriving.left)
+    letters = _LetterStream(js, stream, timeout, patience)
+    redriving = _Redriving(letters, to_stream=to_stream, again=again)
+    last_seq = await letters.check()
+    await redriving.resume(OffsetStore(js, timeout=timeout) if offsets is None else offsets, last_seq)
+    reader = LogReader(js, stream, subject=subject, timeout=timeout, patience=patience, on_lost="skip")
+    while size := _READ if most is None else min(_READ, most - redriving.sent - redriving.found):
+        if wanted is None:
+            found = [message.seq for message in await reader.read(size) if message.seq <= last_seq]
+        else:
+            found, wanted = wanted[:size], wanted[size:]
+        if not found:
+            break
+        for seq in found:
+            await redriving.hand_back(seq, subject)
+    return await redriving.end()
 
 
-class _Outcome(enum.Enum):
-    """What an attempt to hand a letter back has done."""
+class _LetterStream:
+    """The stream that the dead letters are in, at its leader; each call retries after transient errors."""
 
-    STORED = enum.auto()
-    DUPLICATE = enum.auto()  # its target had a copy of an earlier attempt
-    MOVED_ON = enum.auto()  # refused: its subject has a newer message than the fence
-    FORGOTTEN = enum.auto()  # refused as the duplicate of a copy that its target has not any more
-    GONE = enum.auto()  # the letter was deleted meanwhile
+    def __init__(self, js: JetStreamContext, name: str, timeout: float | None, patience: float) -> None:
+        check_name(name, "stream name")
+        self.context = Context(js)
+        self.name = name
+        self.timeout: float = self.context.resolve_timeout(timeout)
+        self.patience: float = check_seconds(patience, "patience")
+
+    async def check(self) -> int:
+        """Return the stream's last sequence; raise StreamConfigMismatchError if its letters cannot be deleted."""
+        state = await self.state(self.name)
+        if state.config.get("deny_delete"):
+            raise StreamConfigMismatchError(
+                f"stream {self.name!r} has deny_delete, so its dead letters cannot be deleted; nothing was sent or deleted",
+                diff={"deny_delete": (False, True)},
+            )
+        if state.origin:
+            raise StreamConfigMismatchError(
+                f"stream {self.name!r} is a mirror, and deleting its copies leaves the dead letters in stream "
+                f"{state.origin.get('name')!r}; name that one; nothing was sent or deleted",
+                diff={"mirror": (None, state.origin.get("name"))},
+            )
+        return state.last_seq
+
+    async def get(self, seq: int) -> StoredMsg | None:
+        return await self.find(self.name, {"seq": seq})
+
+    async def is_gone(self, seq: int, time_ns: int) -> bool:
+        """Return whether a letter was deleted; its stream may have been created again, with another message there."""
+
+        async def look() -> StoredMsg | None:
+            if (message := await self.get(seq)) is not None:
+                return message
+            # A new leader may still have to apply the letter, and a former one may not know of it.
+            state = await self.state(self.name)
+            if state.last_seq < seq or not state.leader_is_certain:
+                raise RequestTimeoutError(
+                    f"stream {self.name!r}: its leader does not say whether dead letter {seq} is stored"
+                )
+            return await self.get(seq)
+
+        message = await Retry(self.patience).call(look)
+        return message is None or message.time_ns != time_ns
+
+    async def delete(self, seq: int, time_ns: int) -> None:
+        async def attempt() -> None:
+            if not await self.is_gone(seq, time_ns):
+                body = {"seq": seq, "no_erase": True}
+                await Api(self.context, self.timeout).ask(f"STREAM.MSG.DELETE.{self.name}", body)
+
+        # A refusal may be that of a letter which an earlier request, or another call, has deleted.
+        await Retry(self.patience, transient=lambda it: is_transient(it) or isinstance(it, ServerError)).call(attempt)
+
+    async def state(self, stream: str) -> StreamState:
+        return await Retry(self.patience).call(lambda: stream_state(self.context, stream, self.timeout))
+
+    async def find(self, stream: str, request: Mapping[str, Any]) -> StoredMsg | None:
+        return await Retry(self.patience).call(lambda: get_at_leader(self.context, stream, request, self.timeout))
+
+
+@dataclass(eq=False, slots=True)
+class _Letter:
+    """A letter that is sent, or may be.
+
+    Attributes:
+        seq, time_ns: They identify it, also if its stream is created again.
+        subject: The subject of the input.
+        target: The stream that it is for, as it was before the letter was sent.
+        tried: It may be sent already: another call has noted it, or an attempt had no answer.
+        doubt: Why it is not known whether the target has it.
+    """
+
+    seq: int
+    time_ns: int
+    subject: str
+    target: StreamState
+    tried: bool = False
+    doubt: Unknown | None = None
+
+    def encode(self) -> list[Any]:
+        it = self.target
+        target = [it.name, it.created, it.last_seq, it.last_time.isoformat(), it.replicated]
+        return [self.seq, self.time_ns, self.subject, *target]
+
+    @classmethod
+    def decode(cls, row: Any) -> _Letter:
+        seq, time_ns, subject, name, created, last_seq, last_time, replicated = row
+        target = StreamState(
+            json_text(name, "stream"),
+            json_text(created, "created"),
+            {},
+            last_seq=json_number(last_seq, "last sequence"),
+            last_time=parse_time(last_time),
+            replicated=bool(replicated),
+        )
+        number, time = json_number(seq, "sequence", low=1), json_number(time_ns, "time")
+        return cls(number, time, json_text(subject, "subject"), target, tried=True)
 
 
 class _Redriving:
     """One call."""
 
-    def __init__(
-        self,
-        js: JetStreamContext,
-        stream: str,
-        timeout: float | None,
-        patience: float,
-        *,
-        to_stream: str | None = None,
-        again: bool = False,
-    ) -> None:
-        check_name(stream, "stream name")
+    def __init__(self, letters: _LetterStream, *, to_stream: str | None, again: bool) -> None:
         self.sent: int = 0
         self.found: int = 0
         self.left: int = 0
-        self._js = js
-        self._stream = stream
-        self._context = Context(js)
-        self._timeout = self._context.resolve_timeout(timeout)
-        self._patience = check_seconds(patience, "patience")
+        self._letters = letters
+        self._name = f"redrive of stream {letters.name!r}"
         self._to_stream = to_stream
         self._again = again
-        self._last_seq = 0
-        self._letters = LetterStream(self._context, stream, self._timeout, self._patience)
-        self._search = CopySearch(js, self._timeout, self._message_id)
         self._writer: FencedWriter
-        # Letters that an earlier call or attempt may have sent; every note has them.
-        self._suspect: dict[Key, NotedLetter] = {}
-        self._looks: dict[Key, Look] = {}  # what is known about them
-        self._wanted: dict[Key, NotedLetter] = {}  # those in doubt that this call was to hand back
-        self._unread: set[str] = set()  # targets that could not be read when they were looked at once more
-        self._fences = SubjectFences()
-        self._id = NUID().next().decode()
-        self._notes = 0
+        self._pending: dict[tuple[int, int], _Letter] = {}  # letters that may be sent, which each note has
+        self._noted = False  # whether the newest note is this call's
+        self._targets: dict[str, StreamState] = {}
+        self._unread: set[str] = set()  # targets that could not be read
 
-    async def check_stream(self) -> None:
-        self._last_seq = (await self._letters.check()).last_seq
-
-    # -- the note -----------------------------------------------------------------------------------------------------
-
-    async def resume(self, offsets: OffsetStore) -> None:
-        """Find out what an earlier call has sent, and delete it."""
-        await Retry(self._patience).call(offsets.create)
-        bucket = Bucket(open_bucket(offsets.context, offsets.bucket), self._timeout)
+    async def resume(self, offsets: OffsetStore, last_seq: int) -> None:
+        """Read which letters earlier calls may have sent."""
+        letters = self._letters
+        await Retry(letters.patience).call(offsets.create)
+        bucket = Bucket(open_bucket(offsets.context, offsets.bucket), letters.timeout)
+        state = await letters.state(bucket.stream)
+        if state.max_age or state.config.get("storage") == "memory":
+            raise StreamConfigMismatchError(
+                f"bucket {offsets.bucket!r} has a TTL or is in memory, so it may lose what a redrive has noted, and dead letters would "
+                "be handed back twice; use another bucket (offsets=); nothing was sent",
+                diff={"max_age": (None, state.max_age), "storage": ("file", state.config.get("storage"))},
+            )
         self._writer = FencedWriter(
             bucket.context,
             bucket.stream,
-            bucket.subject(encode_key("redrive", self._stream)),
-            name=f"redrive of stream {self._stream!r}",
-            timeout=self._timeout,
-            patience=self._patience,
+            bucket.subject(encode_key("redrive", letters.name)),
+            name=self._name,
+            timeout=letters.timeout,
+            patience=letters.patience,
         )
-        self._check_bucket(offsets.bucket, await self._state(bucket.stream))
         stored = await self._writer.read()
         if stored is None or operation(stored.headers)[0] != "PUT":
             return
-        noted = [letter for letter in self._decode(stored) if await self._letters.find(letter.key) is not None]
-        self._suspect = {letter.key: letter for letter in noted}  # the others were sent and deleted, or dropped
-        log_state(_log, f"redrive of stream {self._stream!r}", "resumed", in_doubt=len(noted))
-        await self._store_note([])  # the other call, if it runs, sends nothing after what it is sending
-        await self._look_patiently(noted)
-        await self._store_note([])
-
-    def _check_bucket(self, name: str, state: StreamState) -> None:
-        if state.max_age:
-            raise StreamConfigMismatchError(
-                f"bucket {name!r} forgets its keys after {state.max_age}, and so what a redrive has noted: dead letters would be "
-                "handed back twice; use another bucket (offsets=); nothing was sent",
-                diff={"max_age": (None, state.max_age)},
-            )
-        if state.config.get("storage") == "memory":
-            raise StreamConfigMismatchError(
-                f"bucket {name!r} is in memory, so it forgets what a redrive has noted when its servers restart: dead letters would "
-                "be handed back twice; use another bucket (offsets=); nothing was sent",
-                diff={"storage": ("file", "memory")},
-            )
-
-    async def _look_patiently(self, letters: Sequence[NotedLetter]) -> set[Key]:
-        """Look for copies; delete and return the letters that have one. A target that cannot be read holds up no others."""
-
-        async def look(target: str) -> None:
-            mine = [letter for letter in letters if letter.target == target]
-            try:
-                retry = Retry(self._patience, transient=is_transient_read)
-                self._looks.update(await retry.call(lambda: self._look(mine)))
-            except nats.errors.Error as error:
-                if not self._context.connection.usable:
-                    raise
-                _log.warning("stream %r: it is not known what stream %r has: %s", self._stream, target, error)
-                self._looks.update({letter.key: Look(Copy.UNREAD) for letter in mine})
-
-        targets = sorted({letter.target for letter in letters})
-        await gather_bounded(look, targets, limit=len(targets))  # all at once, so that all together take one patience
-        found = {letter.key for letter in letters if self._looks[letter.key].copy is Copy.FOUND}
-        for key in sorted(found):
-            await self.delete(key)
-            self._forget(key)
-            self.found += 1
-        return found
-
-    async def _look(self, letters: Sequence[NotedLetter]) -> dict[Key, Look]:
-        return await self._search.look(letters)
-
-    def _forget(self, key: Key) -> None:
-        self._suspect.pop(key, None)
-        self._looks.pop(key, None)
-
-    def _decode(self, stored: StoredMsg) -> list[NotedLetter]:
         try:
-            return decode_note(stored.data)
-        except ValueError as error:
+            noted = [_Letter.decode(row) for row in _rows(stored.data)]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(
-                f"redrive of stream {self._stream!r}: {stored.subject!r} has a value that no redrive writes ({stored.data[:80]!r}); "
-                "nothing was sent; delete the key if another program has written it"
+                f"{self._name}: {stored.subject!r} has a value that this version does not write ({stored.data[:80]!r}); nothing was sent; "
+                "finish the redrive with the version that has written it: the value names letters that may be sent already"
             ) from error
+        for letter in noted:
+            key = letter.seq, letter.time_ns
+            if letter.seq > last_seq or not await letters.is_gone(*key):  # else it was handed back or dropped
+                self._pending[key] = letter
+        log_state(_log, self._name, "resumed", noted=len(self._pending))
 
-    async def _store_note(self, letters: Sequence[NotedLetter]) -> None:
-        """Note letters that are about to be sent; raise FencedError if another call has begun."""
-        self._notes += 1
-        noted = self._suspect | {letter.key: letter for letter in letters}
+    async def _note(self) -> None:
+        """Store which letters may be sent; raise FencedError if another call has begun since."""
+        note = {
+            "v": _VERSION,
+            "writer": NUID().next().decode(),
+            "letters": [letter.encode() for letter in self._pending.values()],
+        }
         try:
-            await self._writer.store([], encode_note(self._id, self._notes, noted.values()))
+            await self._writer.store([], orjson.dumps(note))
         except RecordMovedError as moved:
             raise FencedError(
-                f"redrive of stream {self._stream!r}: another call has begun since; stop this one, which has handed back "
-                f"{self.sent} dead letters",
-                name=self._stream,
+                f"{self._name}: another call has begun since; stop this one, which has handed back {self.sent} dead letters",
+                name=self._letters.name,
             ) from moved
+        self._noted = True
 
-    # -- sending ------------------------------------------------------------------------------------------------------
-
-    async def send_all(self, subject: str, most: int | None) -> None:
-        reader = LogReader(
-            self._js, self._stream, subject=subject, timeout=self._timeout, patience=self._patience, on_lost="skip"
-        )
-        left = most
-        while left is None or left > 0:
-            size = _GROUP if left is None else min(_GROUP, left)
-            messages = [it for it in await reader.read(size) if it.seq <= self._last_seq]
-            if not messages:
-                return
-            before = self.sent
-            await self._send_group(messages)
-            if left is not None:
-                left -= self.sent - before
-
-    async def send_those(self, subject: str, seqs: Sequence[int], most: int | None) -> None:
-        found: list[StoredMsg] = []
-        for position, seq in enumerate(seqs, 1):
-            if most is not None and self.sent >= most:
-                return
-            message = await self._letters.get(seq)
-            if message is not None and covers(subject, message.subject):
-                found.append(message)
-            size = _GROUP if most is None else min(_GROUP, most - self.sent)
-            if found and (len(found) == size or position == len(seqs)):
-                await self._send_group(found)
-                found = []
-
-    def check(self) -> None:
-        """Raise HistoryUnavailableError if this call could not hand letters back."""
-        if not self._wanted:
+    async def hand_back(self, seq: int, subject: str) -> None:
+        """Hand back the letter with a sequence, if it is still stored and has the subject."""
+        message = await self._letters.get(seq)  # a reader may have got it from a replica that has not deleted it yet
+        if message is None or not covers(subject, message.subject):
             return
-        unread = {key for key in self._wanted if self._is_unread(key)}
-        reasons: list[str] = []
-        for keys, why in (
-            (
-                self._wanted.keys() - unread,
-                "has lost messages since, or may have: hand them back with again=True, or drop them",
-            ),
-            (unread, "cannot be read: repeat the call, or drop them"),
-        ):
-            if keys:
-                targets = sorted({self._wanted[key].target for key in keys})
-                reasons.append(f"{sorted(seq for seq, _ in keys)}: stream {', '.join(map(repr, targets))} {why}")
-        raise HistoryUnavailableError(
-            f"stream {self._stream!r}: it is not known whether an earlier redrive has handed back these dead letters, which stay: "
-            f"{'; '.join(reasons)}; this call has handed back {counted(self.sent, 'other')}",
-            keys=tuple(dict.fromkeys(letter.subject for letter in self._wanted.values())),
-        )
+        found = origin(message)
+        if found is None or not found.complete:
+            self.left += 1
+            what = "stream %r: message %d on %r stays: it is no dead letter, or cannot be sent as it was"
+            _log.warning(what, self._letters.name, seq, message.subject)
+            return
+        key = message.seq, message.time_ns
+        letter = self._pending.get(key)
+        if letter is None:
+            target = await self._target(self._to_stream or found.stream, found.subject)
+            letter = self._pending[key] = _Letter(*key, found.subject, target)
+        try:
+            await self._hand_back(letter, message.data, found.headers)
+        except _REFUSALS:
+            if not letter.tried:  # the next call need not look for it
+                del self._pending[key]
+                await self._note()
+            raise
+        if letter.doubt is None:
+            await self._letters.delete(*key)
+            del self._pending[key]
+            log_state(_log, self._name, "letter handed back", seq=seq, sent=self.sent, found=self.found)
 
-    def _in_doubt(self, key: Key) -> bool:
-        """Return whether only a call with `again` may send a letter."""
-        if key not in self._looks:
-            return False
-        return self._looks[key].copy is not Copy.ABSENT or bool(self._suspect[key].again)
-
-    async def _send_group(self, messages: Sequence[StoredMsg]) -> None:
-        deleted = await self._look_once_more([key_of(message) for message in messages]) if self._again else set()
-        letters: list[NotedLetter] = []
-        states: dict[str, StreamState] = {}
-        failure: Exception | None = None
-        for message in messages:
-            key = key_of(message)
-            found = origin(message)
-            if found is None or not found.complete:
-                self.left += 1
-                _log.warning(
-                    "stream %r: message %d on %r stays: it is no dead letter, or cannot be sent as it was",
-                    self._stream,
-                    message.seq,
-                    message.subject,
-                )
-                continue
-            look = self._looks.get(key)
-            if key in deleted:
-                continue
-            if look is not None and self._in_doubt(key) and (not self._again or self._is_unread(key)):
-                self._wanted[key] = self._suspect[key]
-                continue
-            target = self._to_stream or found.stream
-            try:
-                if target not in states:
-                    states[target] = await self._target(target)
-            except Exception as error:
-                failure = error
-                break  # those before it are handed back
-            letters.append(self._letter(message, found.subject, target, states[target]))
-        if letters:
-            await self._read_fences(letters, states)
-            await self._store_note(letters)
-            await self._send(letters)
-            log_state(_log, f"redrive of stream {self._stream!r}", "letters sent", letters=len(letters), sent=self.sent)
-        if failure is not None:
-            raise failure
-
-    async def _look_once_more(self, keys: Sequence[Key]) -> set[Key]:
-        """Look again for letters in doubt, before they are sent again; delete and return those that have a copy."""
-        doubtful = [self._suspect[key] for key in keys if self._in_doubt(key)]
-        letters = [letter for letter in doubtful if letter.target not in self._unread]
-        found = await self._look_patiently(letters)
-        self._unread |= {it.target for it in letters if it.key not in found and self._is_unread(it.key)}
-        return found
-
-    def _is_unread(self, key: Key) -> bool:
-        return self._looks[key].copy is Copy.UNREAD
-
-    def _letter(self, message: StoredMsg, subject: str, target: str, state: StreamState) -> NotedLetter:
-        """Return a letter as it is noted before it is sent."""
-        key = key_of(message)
-        suspect = self._suspect.get(key)
-        if suspect is None or suspect.target != target:
-            again = "" if suspect is None else suspect.again
-            return NotedLetter(*key, target, subject, *last_message(state), again)
-        look = self._looks[key]
-        if look.copy is Copy.ABSENT:
-            return suspect  # a later look begins where the first one did
-        # It is sent again. A later look begins behind this one. The server must not take the letter for its lost copy, but
-        # for one that another call is sending.
-        again = suspect.again if suspect.again and look.copy is Copy.UNPROVEN else self._id
-        return replace(suspect, base=look.base, base_time=look.base_time, again=again)
-
-    async def _read_fences(self, letters: Sequence[NotedLetter], states: Mapping[str, StreamState]) -> None:
-        """Read the last sequences on the subjects of letters before these are noted, unless a look has read them.
-
-        Another call sends a letter only after it has stored a note of its own, and then this one cannot store its note.
-        """
-        for target, state in states.items():
-            if not can_fence(state):
-                continue
-            unknown: list[NotedLetter] = []
-            for letter in letters:
-                look = self._looks.get(letter.key)
-                if letter.target != target:
-                    continue
-                if look is None or look.fence is None or self._suspect[letter.key].target != target:
-                    unknown.append(letter)
-                else:
-                    self._fences.set(letter, look.fence)
-            if unknown:
-                fences = await self._last_sequences(unknown)
-                for letter in unknown:
-                    self._fences.set(letter, fences[letter.subject])
-
-    async def _last_sequences(self, letters: Sequence[NotedLetter]) -> dict[str, int]:
-        """Return the last sequence on the subject of each of some letters of one target."""
-        subjects = {letter.subject for letter in letters}
-        return await Retry(self._patience).call(lambda: self._search.fences(letters[0].target, subjects))
-
-    async def _target(self, stream: str) -> StreamState:
-        """Return the state of a target; raise an error if it could not be found out later what it has stored."""
-        state = await self._state(stream)
-        state.check_direct_reads(self._context.connection.server_version)
-        if state.config.get("no_ack"):
-            raise StreamConfigMismatchError(
-                f"stream {stream!r} has no_ack, so it does not say what it has stored; its dead letters stay",
-                diff={"no_ack": (False, True)},
-            )
-        return state
-
-    async def _send(self, letters: Sequence[NotedLetter]) -> None:
-        """Send letters that are noted, and delete them."""
-        group, done = list(letters), list[NotedLetter]()
-        for position, letter in enumerate(letters):
-            if await self._hand_back(group, position, done):
-                done.append(letter)
-        await self._end(done)
-
-    async def _hand_back(self, group: list[NotedLetter], position: int, done: Sequence[NotedLetter]) -> bool:
-        """Send a letter of the group that is noted; return whether its target has it."""
-        letter = group[position]
-        unanswered = uncertain = False
-        refusals = 0
-        retry = Retry(self._patience, transient=is_transient_read)
+    async def _hand_back(self, letter: _Letter, data: bytes, headers: Iterable[tuple[str, str]]) -> None:
+        """Store a letter in its target, or set its `doubt`."""
+        again = self._again and letter.tried
+        retry = Retry(self._letters.patience, transient=is_transient_read)
         while True:
+            sent = False
             try:
-                if uncertain:
-                    look = (await self._look([letter]))[letter.key]
-                    if look.copy is Copy.FOUND:
-                        return self._count(sent=unanswered)
-                    if look.copy is not Copy.ABSENT:
-                        return self._keep(letter, look)
-                    self._fences.set(letter, look.fence if refusals < _REFUSALS_IN_A_ROW else None)
-                    uncertain = False
-                outcome = await self._publish(letter)
-                if outcome is _Outcome.MOVED_ON:
-                    refusals += 1
-                    uncertain = unanswered or letter.key in self._suspect
-                    if not uncertain:
-                        await self._move_fence(group, position, refusals)
-                    continue
-                if outcome is _Outcome.FORGOTTEN and letter.key in self._suspect and letter.again != self._id:
-                    letter = group[position] = replace(letter, again=self._id)
-                    await self._store_note(group)
-                    continue
+                fence = await self._prepare(letter)
+                sent = fence is not None
+                if fence is not None and await self._publish(letter, data, headers, fence):
+                    self.sent += 1
+                else:
+                    self.found += 1
+                return
+            except Unknown as doubt:
+                if not again or doubt.later:
+                    letter.tried, letter.doubt = True, doubt
+                    return
+                letter.target = await self._target(self._to_stream or letter.target.name, letter.subject)
+                letter.tried = again = False
+            except (WrongLastSequenceError, NoStreamResponseError) as error:
+                await retry.pause_until_deadline(error)
             except Exception as error:
-                if isinstance(error, _REFUSALS):
-                    if not unanswered:  # else it may still be on its way: the next call looks for it
-                        await self._end(done)
+                if not sent or isinstance(error, _REFUSALS):
                     raise
-                unanswered = uncertain = True
+                letter.tried = True
                 await retry.pause_if_transient(error)
-                continue
-            if outcome is _Outcome.GONE:
-                self._forget(letter.key)
-                return False
-            if outcome is _Outcome.FORGOTTEN:
-                return self._keep(letter, Look(Copy.LOST))
-            return self._count(sent=unanswered or outcome is _Outcome.STORED)
 
-    def _count(self, *, sent: bool) -> bool:
-        if sent:
-            self.sent += 1
+    async def _prepare(self, letter: _Letter) -> int | None:
+        """Note a letter, and return its fence, or None if its target has the letter.
+
+        Raises Unknown if that is not known.
+        """
+        name = letter.target.name
+        try:
+            last = await self._letters.find(name, {"last_by_subj": letter.subject})
+        except Exception as error:
+            if letter.tried and isinstance(error, NotFoundError):
+                raise StreamGone("deleted") from error
+            if letter.tried and is_transient_read(error):
+                raise Unknown(f"the stream cannot be read: {error}", later=True) from error
+            raise
+        await self._note()
+        if letter.tried and await self._is_stored(letter):
+            return None
+        return 0 if last is None else last.seq
+
+    async def _is_stored(self, letter: _Letter) -> bool:
+        """Look for a letter in its target; raise Unknown unless it is there, or certainly is not and will not be."""
+        before = letter.target
+        if before.name in self._unread:
+            raise Unknown("the stream cannot be read", later=True)
+        ids = (self._message_id(letter),)
+        write = Messages(letter.subject, 1, before, before.last_seq, ids=ids, unique=True, known="")
+        try:
+            verdict = await find_out(self._letters.context, write, self._letters.patience, self._name)
+        except Unknown as unknown:
+            if unknown.later:
+                self._unread.add(before.name)
+            raise
+        if verdict.stored:
+            return True
+        state = verdict.stream
+        assert state is not None
+        _check_target(state, letter.subject)
+        if verdict.doubt:
+            raise Unknown(verdict.doubt)
+        if state.retention != "limits":
+            raise Unknown(f"the stream removes messages that were consumed (retention {state.retention!r})")
+        if self._to_stream not in (None, before.name):
+            raise Unknown(f"an attempt may still arrive there, and the letter goes to stream {self._to_stream!r} now")
+        if before.last_seq:
+            last = await self._letters.find(before.name, {"seq": before.last_seq})
+            same = last is not None and last.time == before.last_time
         else:
-            self.found += 1
-        return True
-
-    def _keep(self, letter: NotedLetter, look: Look) -> bool:
-        """Keep a letter in doubt."""
-        self._suspect[letter.key] = self._wanted[letter.key] = letter
-        self._looks[letter.key] = look
+            same = not state.volatile
+        if not same:
+            raise Unknown(
+                f"the stream may have lost its last messages, because its message {before.last_seq} of that time is gone"
+            )
         return False
 
-    async def _move_fence(self, group: Sequence[NotedLetter], position: int, refusals: int) -> None:
-        """Follow another producer on the subject of a letter that this call alone may send."""
-        letter = group[position]
-        fence = (await self._search.fences(letter.target, [letter.subject]))[letter.subject]
-        await self._store_note(group)  # no other call has sent these letters before this
-        for other in group[position:]:
-            if (other.target, other.subject) == (letter.target, letter.subject) and other.key not in self._suspect:
-                self._fences.set(other, fence if other is not letter or refusals < _REFUSALS_IN_A_ROW else None)
-
-    async def _end(self, done: Sequence[NotedLetter]) -> None:
-        """Delete what was sent; what was not is no longer noted, unless an earlier call may have sent it."""
-        for letter in done:
-            await self.delete(letter.key)
-            self._forget(letter.key)
-        self._fences.clear()
-        await self._store_note([])
-
-    async def _publish(self, letter: NotedLetter) -> _Outcome:
-        message = await self._letters.find(letter.key)
-        found = None if message is None else origin(message)
-        if message is None or found is None:
-            return _Outcome.GONE
-        message_id = self._message_id(letter)
-        if letter.again:  # the server must not take it for a copy of the one that may be gone
-            message_id += f"/{letter.again}"
-        pairs = [*sendable_headers(found.headers).items(), (MSG_ID, message_id), (EXPECTED_STREAM, letter.target)]
-        fence = self._fences[letter]
-        if fence is not None:
-            pairs.append((EXPECTED_LAST_SUBJECT_SEQ, str(fence)))
-        headers = own_headers(pairs)
-        what = f"the ack of dead letter {letter.seq}"
+    async def _publish(self, letter: _Letter, data: bytes, headers: Iterable[tuple[str, str]], fence: int) -> bool:
+        """Send a letter; return whether it is stored now, and not before."""
+        message_id, target = self._message_id(letter), letter.target.name
+        own = [(MSG_ID, message_id), (EXPECTED_STREAM, target), (EXPECTED_LAST_SUBJECT_SEQ, str(fence))]
+        pairs = own_headers([*sendable_headers(headers).items(), *own])
+        timeout, what = self._letters.timeout, f"the ack of dead letter {letter.seq}"
         try:
-            ack = await self._context.publish(letter.subject, message.data, headers, self._timeout, what)
+            ack = await self._letters.context.publish(letter.subject, data, pairs, timeout, what)
         except APIError as error:
-            if fence is not None and error.err_code in _WRONG_LAST_SEQUENCE:
-                return _Outcome.MOVED_ON
             refusal = server_error(code=error.code, err_code=error.err_code, description=error.description or "")
             if is_transient_read(refusal) or not error.err_code:
                 raise
+            why = refusal.description
+            if isinstance(refusal, WrongLastSequenceError):
+                why = f"other producers store on its subject all the time ({why})"
             raise batch_refusal(
                 refusal,
-                f"stream {self._stream!r}: dead letter {letter.seq} on {letter.subject!r} was refused, and stays with those behind "
-                f"it: {refusal.description}; it goes to stream {letter.target!r}",
+                f"stream {self._letters.name!r}: dead letter {letter.seq} on {letter.subject!r} was refused, and stays with those "
+                f"behind it: {why}; it goes to stream {target!r}",
                 outcome="not_stored",
             ) from error
-        if ack.duplicate:
-            await wait_for_sequence(self._context, letter.target, ack.seq, self._timeout)
-            copy = await get_at_leader(self._context, letter.target, {"seq": ack.seq}, self._timeout)
-            known = copy is not None and copy.headers.get(MSG_ID) == message_id
-            return _Outcome.DUPLICATE if known else _Outcome.FORGOTTEN
-        self._fences.stored(letter, ack.seq)
-        return _Outcome.STORED
+        if not ack.duplicate:
+            return True
+        copy = await self._letters.find(target, {"seq": ack.seq})
+        if copy is None or copy.headers.get(MSG_ID) != message_id:
+            raise Unknown(
+                f"the stream had it at sequence {ack.seq}, and refuses another one as a duplicate until its duplicate_window is over; then "
+                "hand it back with again=True",
+                later=True,
+            )
+        return False
 
-    def _message_id(self, letter: NotedLetter) -> str:
-        return f"redrive:{self._stream}:{letter.seq}:{letter.time_ns}"
+    def _message_id(self, letter: _Letter) -> str:
+        return f"redrive:{self._letters.name}:{letter.seq}:{letter.time_ns}"
 
-    # -- streams ------------------------------------------------------------------------------------------------------
+    async def _target(self, name: str, subject: str) -> StreamState:
+        """Return a target as it was when this call first sent to it, which is where a look begins."""
+        if name not in self._targets:
+            self._targets[name] = await self._letters.state(name)
+        _check_target(self._targets[name], subject)
+        return self._targets[name]
 
-    async def delete(self, key: Key) -> None:
-        await self._letters.delete(key)
+    async def end(self) -> Redriven:
+        """Return what was done; raise HistoryUnavailableError if letters are in doubt."""
+        if self._noted:
+            await self._note()
+        doubtful = [letter for letter in self._pending.values() if letter.doubt is not None]
+        if not doubtful:
+            return Redriven(self.sent, self.found, self.left)
+        reasons = [
+            f"{letter.seq} (stream {letter.target.name!r}: {letter.doubt}; "
+            + ("repeat the call)" if letter.doubt and letter.doubt.later else "use again=True, or drop it)")
+            for letter in doubtful
+        ]
+        raise HistoryUnavailableError(
+            f"{self._name}: these dead letters stay, because it is not known whether they were handed back before: "
+            f"{', '.join(reasons)}; this call has handed back {counted(self.sent, 'other')}",
+            keys=tuple(dict.fromkeys(letter.subject for letter in doubtful)),
+        )
 
-    async def _state(self, stream: str) -> StreamState:
-        return await Retry(self._patience).call(lambda: stream_state(self._context, stream, self._timeout))
+
+def _rows(note: bytes) -> list[Any]:
+    body = orjson.loads(note)
+    if body["v"] != _VERSION:
+        raise ValueError("another version")
+    rows: list[Any] = body["letters"]
+    return rows
+
+
+def _check_target(state: StreamState, subject: str) -> None:
+    """Raise StreamConfigMismatchError unless a stream says what it stores, and compares a fence with what it stores."""
+    state.check_acks()
+    transform = state.config.get("subject_transform")
+    if transform and covers(str(transform.get("src") or ">"), subject):
+        raise StreamConfigMismatchError(
+            f"stream {state.name!r} stores {subject!r} under another subject (subject_transform), so it cannot refuse a second "
+            "attempt to hand a dead letter back; the letter stays",
+            diff={"subject_transform": (None, transform)},
+        )

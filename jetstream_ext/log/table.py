@@ -9,12 +9,12 @@ from pathlib import Path
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.kv.keyed_stream import KeyedStream
-from jetstream_ext.kv.live import Live, LiveMapping
+from jetstream_ext.kv.bucket import KeyedStream
+from jetstream_ext.kv.table import Live, LiveMapping
 from jetstream_ext.protocol.direct import StoredMsg, single_message
 from jetstream_ext.protocol.options import check_list
 from jetstream_ext.protocol.subjects import check_filter, check_name
-from jetstream_ext.protocol.updates import Change, Record
+from jetstream_ext.protocol.updates import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +93,10 @@ class Table(LiveMapping[StoredMsg, MessageChange]):
             None if checkpoint is None else Path(checkpoint),
             doorbell=doorbell,
         )
-        super().__init__(live, partial(_message_of, stream), partial(_change_of, stream))
+        super().__init__(live, partial(_message_of, stream), MessageChange)
 
 
 def _message_of(stream: str, subject: str, record: Record) -> StoredMsg:
     seq, data, time, stored = record
     row = [subject.encode("utf-8", "surrogateescape"), b"", b": " + time, b"", b"", b"", stored]
     return single_message(stream, seq, data, row)
-
-
-def _change_of(stream: str, change: Change) -> MessageChange:
-    subject, old, new, revision, skipped = change
-    return MessageChange(
-        subject,
-        None if old is None else _message_of(stream, subject, old),
-        None if new is None else _message_of(stream, subject, new),
-        revision,
-        skipped,
-    )

@@ -230,6 +230,11 @@ class StreamState:
         return self.removed == 0
 
     @property
+    def replicas(self) -> int:
+        """How many servers are to hold it."""
+        return int(self.config.get("num_replicas") or 1)
+
+    @property
     def max_msgs_per_subject(self) -> int:
         """How many messages per subject it keeps (0: all)."""
         return max(0, self.config.get("max_msgs_per_subject") or 0)
@@ -282,7 +287,10 @@ class StreamState:
 
     def stores(self, subject: str) -> bool:
         """Whether it stores messages on the literal `subject`."""
-        return any(covers(pattern, subject) for pattern in self.subjects)
+        for pattern in self.config.get("subjects") or ():  # noqa: SIM110 - no generator in every publish
+            if covers(pattern, subject):
+                return True
+        return False
 
     def copies_of(self, stream: str, subject: str) -> list[str]:
         """Return the subjects on which it stores copies of the messages of another stream on a literal subject.
@@ -439,15 +447,19 @@ def check_config(config: Mapping[str, Any]) -> None:
 
     def check_texts(fields: Mapping[str, Any], *names: str) -> None:
         for name in names:
-            json_text(fields.get(name) or "", name)
+            if type(value := fields.get(name) or "") is not str:
+                json_text(value, name)
 
     json_text(config["name"], "name")
-    for name in ("first_seq", *_NUMBERS):
-        if (value := config.get(name)) is not None:
-            (json_number if name == "first_seq" else json_int64)(value, name)
+    if (value := config.get("first_seq")) is not None:
+        json_number(value, "first_seq")
+    for name in _NUMBERS:
+        if (value := config.get(name)) is not None and not (type(value) is int and -(1 << 63) <= value < 1 << 63):
+            json_int64(value, name)
     check_texts(config, *_TEXTS)
-    transforms = [config.get("subject_transform") or {}]
-    for source in (config.get("mirror") or {}, *(config.get("sources") or ())):
+    transforms = [transform] if (transform := config.get("subject_transform")) else []
+    mirror = config.get("mirror")
+    for source in (*((mirror,) if mirror else ()), *(config.get("sources") or ())):
         check_texts(source, "name", "filter_subject")
         check_texts(source.get("external") or {}, "api")
         check_texts(source.get("consumer") or {}, "name", "deliver_subject")
@@ -455,7 +467,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     for transform in transforms:
         check_texts(transform, "src", "dest")
     for text in (*(config.get("subjects") or ()), *(config.get("metadata") or {}).values()):
-        json_text(text, "subjects or metadata")
+        if type(text) is not str:
+            json_text(text, "subjects or metadata")
 
 
 def answering_server(config: Mapping[str, Any]) -> tuple[str | None, int]:

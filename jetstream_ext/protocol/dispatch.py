@@ -15,12 +15,15 @@ The shell's loop::
     dispatcher.feed(rows, read.start, reader.position)
 
 `wake` may end a read that waits: another partition has room, or is owned now.
+
+Where a reader can be filtered by the partition (`filtered`), one that is behind is *alone*: it is read for by a reader of its
+own, which leaves out the messages of the others, until it has reached the end of the stream and joins the others.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from jetstream_ext.protocol.direct import StoredMsg, size_of
@@ -48,17 +51,11 @@ class Read(NamedTuple):
     may_wait: bool
 
 
-class Fed(NamedTuple):
-    """What a read has changed: the partitions that got messages, and those whose position moved."""
-
-    given: set[int]
-    moved: set[int]
-
-
 class _Partition:
-    __slots__ = ("is_full", "next", "queue", "served", "size")
+    __slots__ = ("alone", "is_full", "next", "queue", "served", "size")
 
-    def __init__(self, position: int, turn: int) -> None:
+    def __init__(self, position: int, turn: int, *, alone: bool) -> None:
+        self.alone: bool = alone
         self.next: int = position  # it has got its messages below
         self.queue: deque[StoredMsg] = deque()
         self.size: int = 0  # bytes of the messages in `queue`
@@ -84,7 +81,9 @@ class Dispatcher:
         partitions_of: Returns the partition of each message, such as `Partitioner.of`.
         buffer: The most messages in a partition's queue.
         buffer_bytes: The most bytes in a partition's queue, as servers count messages; a single message may be larger.
-        wake: Called when a partition was added or removed, has room again or few messages left, so that `next_read` can have changed.
+        filtered: Partitions begin alone, and are alone again once their queue was full.
+        wake: Called when a partition was added or removed, has room again or few messages left, so that the next read can have
+            changed; the argument says whether it is the one of a partition that is alone.
     """
 
     def __init__(
@@ -93,7 +92,8 @@ class Dispatcher:
         *,
         buffer: int = 1000,
         buffer_bytes: int = 8 << 20,
-        wake: Callable[[], None] | None = None,
+        filtered: bool = False,
+        wake: Callable[[bool], None] = lambda _: None,
     ) -> None:
         if buffer < 1 or buffer_bytes < 1:
             raise ValueError(f"buffer and buffer_bytes must be at least 1, not {buffer} and {buffer_bytes}")
@@ -101,16 +101,13 @@ class Dispatcher:
         self._buffer = buffer
         self._buffer_bytes = buffer_bytes
         self._low = buffer // 4
+        self._filtered = filtered
         self._wake = wake
         self._owned: dict[int, _Partition] = {}
         self._with_messages: OrderedDict[int, None] = OrderedDict()  # the next one to take from first
         self._at = 0  # where the last read ended
         self._turn = 0
         self._messages_left = self._reads_left = 0  # of this turn
-
-    def __iter__(self) -> Iterator[int]:
-        """Iterate over the owned partitions."""
-        return iter(tuple(self._owned))
 
     def __contains__(self, partition: int) -> bool:
         return partition in self._owned
@@ -119,28 +116,53 @@ class Dispatcher:
         """Own a partition, whose next message is at the sequence `position` or after it."""
         if partition in self._owned:
             raise ValueError(f"partition {partition} is owned already")
-        self._owned[partition] = _Partition(position, self._turn)
-        self._call_wake()
+        self._owned[partition] = _Partition(position, self._turn, alone=self._filtered)
+        self._wake(self._filtered)
 
     def remove(self, partition: int) -> None:
         """Stop owning a partition and drop the messages in its queue; nothing if it is not owned."""
         removed = self._owned.pop(partition, None)
         self._with_messages.pop(partition, None)
-        if removed is not None and removed.is_full:
-            self._call_wake()
+        if removed is not None and (removed.is_full or removed.alone):
+            self._wake(removed.alone)
 
-    def wanted(self) -> int | None:
-        """Return the sequence to read from, or None if no owned partition has room."""
-        read = self.next_read()
-        return None if read is None else read.start
+    @property
+    def owned(self) -> int:
+        """How many partitions are owned."""
+        return len(self._owned)
+
+    @property
+    def alone(self) -> list[int]:
+        """The partitions that are alone."""
+        return [number for number, it in self._owned.items() if it.alone]
+
+    def part(self) -> None:
+        """If readers can be filtered, let every partition be alone: there is more to read than one should read for all."""
+        if self._filtered:
+            for it in self._owned.values():
+                it.alone = True
+            self._wake(True)
+
+    def join(self, partition: int) -> None:
+        """Let a partition that is alone be read for with the others, if it is owned."""
+        if partition in self._owned:
+            self._owned[partition].alone = False
+            self._wake(False)
+
+    def next_read_of(self, partition: int) -> Read | None:
+        """Return what to read for a partition that is alone, or None if it is not, or does not need messages yet."""
+        it = self._owned.get(partition)
+        if it is None or not it.alone or it.is_full or len(it.queue) > self._low:
+            return None
+        return Read(it.next, min(_MAX_READ, max(_MIN_READ, self._buffer - len(it.queue))), may_wait=False)
 
     def next_read(self) -> Read | None:
-        """Return what to read, or None if no owned partition has room, or those that have do not need messages yet.
+        """Return what to read for those that are not alone, or None if none has room, or those that have need none yet.
 
         The reader stays where it is until the turn ends. Then it goes to the partition that has waited for the longest,
         or a little further back, if this serves others too: they are read for together from then on.
         """
-        owned = self._owned.values()
+        owned = [it for it in self._owned.values() if not it.alone]
         waiting = [it for it in owned if not it.is_full]
         if len(waiting) < len(owned):
             # What is read now has to be read again for those that are full: wait until the others need it.
@@ -159,20 +181,15 @@ class Dispatcher:
         room = sum(self._buffer - len(it.queue) for it in waiting if it.next == start)
         return Read(start, min(_MAX_READ, max(_MIN_READ, room)), start == min(nexts))
 
-    def feed(self, messages: Sequence[StoredMsg], begin: int, end: int, *, only: Collection[int] | None = None) -> Fed:
-        """Take what was read, and give it to the partitions that need it.
+    def feed(self, messages: Sequence[StoredMsg], begin: int, end: int, *, alone: int | None = None) -> set[int]:
+        """Take what was read, give it to the partitions that need it, and return which got messages.
 
         Args:
-            messages: The messages in the order of their sequences, at least all of the owned partitions in the range
-                that were not removed from the stream.
+            messages: The messages in the order of their sequences, at least all of the partitions that are not alone in the
+                range that were not removed from the stream, or those of the partition `alone`.
             begin: The sequence at which the read started.
             end: The sequence at which the next one would start.
-            only: The partitions whose messages the reader's filter lets through; None is all of them. Give it if the
-                filter changes with the partitions: a read that was under way when a partition was added lacks its
-                messages.
-
-        Returns:
-            Which partitions got messages, and which positions moved.
+            alone: The partition that the messages were read for alone. Nothing changes if it is not owned, or not alone.
 
         Raises:
             BadSubjectError: The partition of a message is not defined; nothing has changed.
@@ -180,26 +197,32 @@ class Dispatcher:
         """
         if end < begin or (messages and not begin <= messages[0].seq <= messages[-1].seq < end):
             raise ValueError(f"the messages were not read from the sequences {begin} to {end - 1}")
-        partitions = self._partitions_of(messages)
-        if begin != self._at or self._messages_left <= 0 or self._reads_left <= 0:
-            self._turn += 1
-            self._messages_left, self._reads_left = TURN_MESSAGES, TURN_READS
-        self._at = end
-        self._messages_left -= len(messages)
-        self._reads_left = self._reads_left - 1 if end > begin else 0  # nothing is there: others may have more
-        reached, positions = dict[int, _Partition](), dict[int, int]()
-        for number, it in self._owned.items():
-            if begin <= it.next <= end and (only is None or number in only):
-                it.served = self._turn
-                reached[number], positions[number] = it, it.position
+        if alone is not None:
+            partitions: Sequence[int] = [alone] * len(messages)
+        else:
+            partitions = self._partitions_of(messages)
+            if begin != self._at or self._messages_left <= 0 or self._reads_left <= 0:
+                self._turn += 1
+                self._messages_left, self._reads_left = TURN_MESSAGES, TURN_READS
+            self._at = end
+            self._messages_left -= len(messages)
+            self._reads_left = self._reads_left - 1 if end > begin else 0  # nothing is there: others may have more
+        reached = {
+            number: it
+            for number, it in self._owned.items()
+            if begin <= it.next <= end and (number == alone if it.alone else alone is None)
+        }
+        for it in reached.values():
+            it.served = self._turn
+        took = reached.copy()
         given = self._give(messages, partitions, reached)
         for it in reached.values():
             it.next = end
-        for number in given:
-            it = self._owned[number]
+        for it in took.values():
             it.is_full = it.is_full or len(it.queue) >= self._buffer or it.size >= self._buffer_bytes
+            it.alone = it.alone or (self._filtered and it.is_full)
         self._with_messages.update(dict.fromkeys(given))
-        return Fed(given, {number for number, before in positions.items() if self._owned[number].position != before})
+        return given
 
     def _give(
         self, messages: Sequence[StoredMsg], partitions: Sequence[int], reached: dict[int, _Partition]
@@ -238,9 +261,9 @@ class Dispatcher:
             it.size -= sum([size_of(message) for message in taken])
         if it.is_full and 2 * len(queue) <= self._buffer and 2 * it.size <= self._buffer_bytes:
             it.is_full = False
-            self._call_wake()
+            self._wake(it.alone)
         elif many and len(queue) <= self._low:
-            self._call_wake()
+            self._wake(it.alone)
         return taken
 
     def take_any(self) -> tuple[int, StoredMsg] | None:
@@ -253,15 +276,6 @@ class Dispatcher:
             self._with_messages.move_to_end(partition)
         return partition, message
 
-    def pending(self, partition: int) -> bool:
-        """Whether a partition has messages to take."""
-        return partition in self._with_messages
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether any partition has messages to take."""
-        return bool(self._with_messages)
-
     def position(self, partition: int) -> int:
         """Return the sequence of a partition's next message, or below which it has none left to take.
 
@@ -269,7 +283,3 @@ class Dispatcher:
             KeyError: The partition is not owned.
         """
         return self._owned[partition].position
-
-    def _call_wake(self) -> None:
-        if self._wake is not None:
-            self._wake()

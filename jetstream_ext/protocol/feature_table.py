@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from jetstream_ext.errors import UnsupportedFeatureError
@@ -211,6 +212,7 @@ def api_level(release: str) -> int:
     return max((level for line, level in RELEASES.items() if _numbers(release) >= _numbers(line)), default=0)
 
 
+@lru_cache(maxsize=64)
 def _numbers(release: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in release.partition("-")[0].split("."):

@@ -127,7 +127,7 @@ def _cut_off(block: bytes, names: tuple[bytes, ...]) -> list[bytes]:
     is lost, so that it counts as no header.
     """
     lines = block.split(CRLF)
-    if any(lines[-2:]):
+    if any(lines[-2:]) or names[0] not in block:  # the end of a reply has none of them
         return []
     found: dict[bytes, bytes] = {}
     while len(found) < len(names):

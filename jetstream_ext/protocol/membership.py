@@ -1,14 +1,8 @@
-"""Which partitions a member of a group works on: the decisions, without I/O.
+"""What one member of a group does with its partitions, and until when it may, as a machine without I/O.
 
 The members of a group are keys of a bucket that expire unless their members renew them. Each partition has a record there
-that names its owner. A member works on a partition only while it is the owner::
-
-    (none) ── assigned here, and its owner released it, or is gone ──► CLAIMING ── stored ──► OWNED
-                                                                  refused │                    │ assigned elsewhere
-                                                                       (none)                  ▼
-    (none) ◄── stored ── RELEASING ◄── its work is committed ─────────────────────────────  REVOKING
-
-    CLAIMING, OWNED, REVOKING ── the member could not renew its key in time, or another one is the owner ──► (none)
+that names its owner. A member works on a partition only while it is the owner. `TABLE` says where each event leads in each
+phase.
 
 Every record is stored behind the one that was read before (compare and set), and that makes a group safe: of two members
 that both think that they own a partition, only one can store its next record. The times only keep such members apart
@@ -22,10 +16,10 @@ within this time.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Final
 
 from jetstream_ext.protocol.partitions import assign
@@ -37,13 +31,50 @@ RETRY: Final = 0.25
 """Seconds after which a claim or a release that failed is tried again."""
 
 
-class Phase(Enum):
-    """What a member does with a partition; see the module."""
+class Phase(enum.Enum):
+    """What a member does with a partition: the columns of `TABLE`."""
 
-    CLAIMING = "claiming"
-    OWNED = "owned"
-    REVOKING = "revoking"
-    RELEASING = "releasing"
+    FREE = "free"  # nothing
+    CLAIMING = "claiming"  # it stores itself as the owner
+    LAPSED = "lapsed"  # its key may have ended while it was claiming: the answer is still awaited, and is of no use
+    OWNED = "owned"  # it works on the partition
+    REVOKING = "revoking"  # it ends its work, and commits it
+    RELEASING = "releasing"  # it stores that the partition has no owner
+
+
+class Event(enum.Enum):
+    """What can happen to a partition: the rows of `TABLE`."""
+
+    ASSIGNED = "it is assigned to the member, and its owner has released it, or is gone"
+    REASSIGNED = "it is assigned to another member, or the member leaves"
+    LEFT_OVER = "its record names the member, which it is not assigned to"
+    CLAIMED = "the claim is stored"
+    HANDED_OVER = "the work on it is committed, or has taken too long"
+    RELEASED = "the release is stored, or another member is the owner"
+    FAILED = "the claim or the release is not stored"
+    KEY_ENDED = "the member's key may have ended"
+    TAKEN = "another member has stored a record of it"
+
+
+FREE, CLAIMING, LAPSED, OWNED, REVOKING, RELEASING = Phase
+___: Final = None
+
+TABLE: Final[dict[Event, tuple[Phase | None, ...]]] = {
+    #                   FREE       CLAIMING  LAPSED  OWNED     REVOKING  RELEASING
+    Event.ASSIGNED:    (CLAIMING,  ___,      ___,    ___,      ___,      ___),
+    Event.REASSIGNED:  (___,       ___,      ___,    REVOKING, ___,      ___),
+    Event.LEFT_OVER:   (RELEASING, ___,      ___,    ___,      ___,      ___),
+    Event.CLAIMED:     (___,       OWNED,    FREE,   ___,      ___,      ___),
+    Event.HANDED_OVER: (___,       ___,      ___,    ___,      FREE,     ___),
+    Event.RELEASED:    (___,       ___,      ___,    ___,      ___,      FREE),
+    Event.FAILED:      (___,       FREE,     FREE,   ___,      ___,      FREE),
+    Event.KEY_ENDED:   (___,       LAPSED,   ___,    FREE,     FREE,     ___),
+    Event.TAKEN:       (___,       ___,      ___,    FREE,     FREE,     ___),
+}  # fmt: skip
+"""Where an event leads; ``___`` changes nothing."""
+
+_NEXT: Final = {(phase, event): after for event, row in TABLE.items() for phase, after in zip(Phase, row, strict=True)}
+_LOSSES: Final = frozenset({Event.KEY_ENDED, Event.TAKEN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,41 +85,19 @@ class Owner:
     revision: int
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Store this member as the owner, if `Membership.may_claim` agrees with what the leader has; then `claimed` or `failed`."""
+class Do(enum.Enum):
+    """What the shell does with some partitions, and what it tells the machine then."""
 
-    partition: int
-    attempt: int  # so that the result of an older attempt, which is known later, changes nothing
-
-
-@dataclass(frozen=True, slots=True)
-class Revoke:
-    """Stop working on these partitions and commit what was handled; then `revoked`."""
-
-    attempts: Mapping[int, int]  # of each partition the one that has claimed it
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Store that the partition has no owner; then `released` or `failed`."""
-
-    partition: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lose:
-    """Stop working on these partitions: another member may be their owner."""
-
-    partitions: tuple[int, ...]
-
-
-Action = Claim | Revoke | Release | Lose
+    LOSE = "stop working on them: another member may be their owner"
+    REVOKE = "stop working on them and commit what was handled; then `handed_over`"
+    CLAIM = "store this member as the owner, if `may_claim` agrees with what the leader has; then `claimed` or `failed`"
+    RELEASE = "store that they have no owner; then `released` or `failed`"
 
 
 class Membership:
     """What one member of a group does; times are those of one monotonic clock, in seconds.
+
+    Call `due` after each event and at `wake_at`, and carry out what it returns.
 
     Args:
         me: The member's id; no other member may have it, nor a later start of this one.
@@ -99,9 +108,9 @@ class Membership:
 
     def __init__(self, me: str, partitions: int, *, ttl: float, margin: float) -> None:
         self.me: str = me
-        self._source = f"member {me}"  # for the log
         self.valid_until: float = -math.inf
         """Until when the member's key is stored for sure."""
+        self.leaving: bool = False
         self._count = partitions
         self._lasts = ttl - margin
         self._alive: frozenset[str] = frozenset()
@@ -109,18 +118,15 @@ class Membership:
         self._known = 0  # the revision of the bucket that these two are of
         self._staying: frozenset[str] = frozenset()  # the members that partitions are assigned to
         self._target: frozenset[int] = frozenset()
-        self._leaving = False
-        self._phases: dict[int, Phase] = {}
-        self._lapsed: set[int] = set()  # partitions that were worked on when the key may have ended
-        self._attempts: dict[int, int] = {}  # the newest one of each partition
-        self._count_attempts = 0
+        self._phases: dict[int, Phase] = {}  # without those that are FREE
+        self._lost: list[int] = []  # for the next `LOSE`
         self._stored: dict[int, Owner] = {}  # by this member's newest records
         self._not_before: dict[int, float] = {}  # when a claim or release may be tried again
 
     @property
     def owned(self) -> tuple[int, ...]:
         """The partitions that the member works on."""
-        return tuple(sorted(number for number, phase in self._phases.items() if phase is Phase.OWNED))
+        return self._in(OWNED)
 
     @property
     def idle(self) -> bool:
@@ -129,17 +135,11 @@ class Membership:
 
     @property
     def working(self) -> bool:
-        """Whether the member works on a partition, has claimed it, or has not revoked it yet."""
-        return any(phase is not Phase.RELEASING for phase in self._phases.values())
+        """Whether the member works on a partition, claims it, or has not handed it over yet."""
+        return any(phase is not RELEASING for phase in self._phases.values())
 
-    def phase(self, partition: int) -> Phase | None:
-        return self._phases.get(partition)
-
-    def holds(self, partition: int, revision: int) -> bool:
-        """Return whether the member owns a partition by its record of this revision, the newest that it has stored."""
-        owner = self._stored.get(partition)
-        owned = self._phases.get(partition) in (Phase.OWNED, Phase.REVOKING)
-        return owned and owner is not None and owner.revision == revision
+    def phase(self, partition: int) -> Phase:
+        return self._phases.get(partition, FREE)
 
     def is_valid(self, now: float) -> bool:
         """Return whether the member's key is stored for sure."""
@@ -152,134 +152,108 @@ class Membership:
     # -- what happened ------------------------------------------------------------------------------------------------
 
     def renewed(self, sent: float, now: float) -> None:
-        """Note that the server has stored the member's key, which was sent at the time `sent`; `due` may lose partitions."""
-        if not self.is_valid(now):  # it may have ended in between, before `due` was called
-            self._lapsed = {number for number, phase in self._phases.items() if phase is not Phase.RELEASING}
+        """Note that the server has stored the member's key, which was sent at the time `sent`."""
+        self._expire(now)  # it may have ended in between
         self.valid_until = max(self.valid_until, sent + self._lasts)
 
     def see(self, alive: Collection[str], leaving: Collection[str], owners: Mapping[int, Owner], revision: int) -> None:
         """Note what the bucket has at a revision: the members that are alive, those of them that leave, and the owners."""
         self._alive, self._owners, self._known = frozenset(alive), owners, revision
         staying = (self._alive | {self.me}) - set(leaving)
-        if self._leaving:
+        if self.leaving:
             self._target = frozenset()
         elif staying != self._staying:
             self._target = frozenset(assign(staying, self._count)[self.me])
-            log_state(_log, self._source, "assigned", members=len(staying), partitions=len(self._target))
+            log_state(_log, f"member {self.me}", "assigned", members=len(staying), partitions=len(self._target))
         self._staying = staying
 
     def leave(self) -> None:
         """Give every partition back."""
-        if not self._leaving:
-            log_state(_log, self._source, "leaving", partitions=len(self._phases))
-        self._leaving, self._target = True, frozenset()
+        self.leaving, self._target = True, frozenset()
 
-    def claimed(self, partition: int, attempt: int, revision: int, now: float) -> bool:
+    def claimed(self, partition: int, revision: int, now: float) -> bool:
         """Note that the member is stored as the owner; return whether it may work on the partition."""
+        self._expire(now)
         self.stored(partition, revision)
-        if not self._is_current(partition, attempt, Phase.CLAIMING):
-            return False  # it was lost meanwhile
-        if not self.is_valid(now) or partition in self._lapsed:
-            self._enter(partition, None, "the member's key may have ended")
-            return False
-        self._enter(partition, Phase.OWNED, "the claim is stored")
-        return True
+        self._apply(partition, Event.CLAIMED)
+        return self.phase(partition) is OWNED
 
     def stored(self, partition: int, revision: int) -> None:
         """Note the revision of a record that this member has stored as the owner."""
         self._note_stored(partition, Owner(self.me, revision))
 
-    def revoked(self, partition: int, attempt: int) -> None:
-        """Note that the member works no more on a partition that this attempt has claimed, and has committed its work."""
-        if self._is_current(partition, attempt, Phase.REVOKING):
-            self._enter(partition, None, "the work is committed")  # `due` releases what is not assigned here
+    def handed_over(self, partition: int) -> None:
+        """Note that the member works no more on a partition that it revokes, and has committed what it will."""
+        self._apply(partition, Event.HANDED_OVER)  # `due` releases what is not assigned here
 
-    def released(self, partition: int, attempt: int, revision: int) -> None:
+    def released(self, partition: int, revision: int) -> None:
         """Note that the partition has no owner, or another one, by the record of this revision (0: there is none)."""
         self._note_stored(partition, Owner("", revision))
-        if self._is_current(partition, attempt, Phase.RELEASING):
-            self._enter(partition, None, "the release is stored")
+        self._apply(partition, Event.RELEASED)
 
-    def failed(self, partition: int, attempt: int, now: float) -> bool:
-        """Note that a claim or a release could not be stored; return whether it is of use to try again.
-
-        It is not if the member's key is stored all the time: then the servers answer, but do not let the member store this.
-        """
-        current = self._is_current(partition, attempt, Phase.CLAIMING)
-        if current or self._is_current(partition, attempt, Phase.RELEASING):
-            self._enter(partition, None, "the record was not stored")
-            self._not_before[partition] = now + RETRY
-        return not current or not self.is_valid(now) or partition in self._lapsed
-
-    def fenced(self, partition: int, revision: int, now: float) -> bool:
-        """Note that a commit behind this member's record of `revision` found another one; return whether it was the owner."""
-        if not self.holds(partition, revision):
-            return False
-        self._enter(partition, None, "another member has stored a record")
+    def failed(self, partition: int, now: float) -> None:
+        """Note that a claim or a release was not stored."""
+        self._apply(partition, Event.FAILED)
         self._not_before[partition] = now + RETRY
-        return True
 
-    def _is_current(self, partition: int, attempt: int, phase: Phase) -> bool:
-        return self._phases.get(partition) is phase and self._attempts.get(partition) == attempt
+    def fenced(self, partition: int, now: float) -> None:
+        """Note that a commit found a record of another member, or none."""
+        self._apply(partition, Event.TAKEN)
+        self._not_before[partition] = now + RETRY
 
     def _note_stored(self, partition: int, owner: Owner) -> None:
         known = self._stored.get(partition)
         if known is None or owner.revision >= known.revision or not owner.revision:
             self._stored[partition] = owner
 
+    def _expire(self, now: float) -> None:
+        if not self.is_valid(now):
+            for number in tuple(self._phases):
+                self._apply(number, Event.KEY_ENDED)
+
+    def _apply(self, partition: int, event: Event) -> None:
+        """Do what `TABLE` says."""
+        before = self.phase(partition)
+        after = _NEXT[before, event]
+        if after is None:
+            return
+        if after is FREE:
+            del self._phases[partition]
+        else:
+            self._phases[partition] = after
+        if event in _LOSSES and after is FREE:
+            self._lost.append(partition)
+        log_state(_log, f"member {self.me}", f"{before.name} -> {after.name}", event.value, partition=partition)
+
     # -- what to do ---------------------------------------------------------------------------------------------------
 
-    def may_store(self, action: Claim | Release) -> bool:
-        """Return whether a claim or release that has read the record may still store one: no newer attempt has begun."""
-        phase = Phase.CLAIMING if isinstance(action, Claim) else Phase.RELEASING
-        return self._is_current(action.partition, action.attempt, phase)
+    def may_claim(self, partition: int, owner: Owner | None) -> bool:
+        """Return whether a claim may store this member behind a record of `owner` at the leader; None has no record."""
+        return self.phase(partition) is CLAIMING and self._is_free(owner)
 
-    def may_claim(self, owner: Owner | None) -> bool:
-        """Return whether the member may take a partition whose record names `owner` at the leader; None has no record."""
-        if owner is None or owner.id in ("", self.me):
-            return True
-        # A newer record may be that of a member that is not known here yet.
-        return owner.id not in self._alive and owner.revision <= self._known
-
-    def due(self, now: float) -> list[Action]:
-        """Return what to do now. Call it after each event, and at `wake_at`."""
-        lost = [number for number in self._phases if self._is_lost(number, now)]
-        self._lapsed.clear()
-        for number in lost:
-            self._enter(number, None, "another member may own it")
-        actions: list[Action] = [Lose(tuple(sorted(lost)))] if lost else []
+    def due(self, now: float) -> list[tuple[Do, tuple[int, ...]]]:
+        """Return what to do now."""
+        self._expire(now)
+        for number in self._in(OWNED, REVOKING):
+            owner = self._owner(number)
+            if owner is not None and owner.id != self.me:
+                self._apply(number, Event.TAKEN)
         revoked = tuple(number for number in self.owned if number not in self._target)
         for number in revoked:
-            self._enter(number, Phase.REVOKING, "it is assigned to another member")
-        if revoked:
-            actions.append(Revoke({number: self._attempts[number] for number in revoked}))
-        if not self.is_valid(now):
-            return actions
-        for number in range(self._count):
+            self._apply(number, Event.REASSIGNED)
+        claims, releases = list[int](), list[int]()
+        for number in range(self._count) if self.is_valid(now) else ():
             if number in self._phases or self._not_before.get(number, -math.inf) > now:
                 continue
             if number in self._target:
-                if self.may_claim(self._owner(number)):
-                    actions.append(Claim(number, self._begin(number, Phase.CLAIMING)))
+                if self._is_free(self._owner(number)):
+                    self._apply(number, Event.ASSIGNED)
+                    claims.append(number)
             elif self._is_mine(number):
-                actions.append(Release(number, self._begin(number, Phase.RELEASING)))
-        return actions
-
-    def _begin(self, partition: int, phase: Phase) -> int:
-        self._count_attempts += 1
-        self._attempts[partition] = self._count_attempts
-        self._enter(partition, phase, "it is assigned here" if phase is Phase.CLAIMING else "it is not assigned here")
-        return self._count_attempts
-
-    def _enter(self, partition: int, phase: Phase | None, why: str) -> None:
-        """Let a partition enter a phase; None: the member does nothing with it."""
-        before = self._phases.pop(partition, None)
-        if phase is not None:
-            self._phases[partition] = phase
-        log_state(
-            _log, self._source, f"{before.name if before else 'FREE'} -> {phase.name if phase else 'FREE'}", why,
-            partition=partition,
-        )  # fmt: skip
+                self._apply(number, Event.LEFT_OVER)
+                releases.append(number)
+        lost, self._lost = tuple(sorted(self._lost)), []
+        return [it for it in zip(Do, (lost, revoked, tuple(claims), tuple(releases)), strict=True) if it[1]]
 
     def wake_at(self, now: float) -> float:
         """Return when `due` has something to do although nothing happens; infinity if never."""
@@ -288,15 +262,14 @@ class Membership:
             times.append(self.valid_until)
         return min(times, default=math.inf)
 
-    def _is_lost(self, partition: int, now: float) -> bool:
-        if self._phases[partition] is Phase.RELEASING:
-            return False
-        if not self.is_valid(now) or partition in self._lapsed:
+    def _in(self, *phases: Phase) -> tuple[int, ...]:
+        return tuple(sorted(number for number, phase in self._phases.items() if phase in phases))
+
+    def _is_free(self, owner: Owner | None) -> bool:
+        if owner is None or owner.id in ("", self.me):
             return True
-        if self._phases[partition] is Phase.CLAIMING:
-            return False
-        owner = self._owner(partition)
-        return owner is not None and owner.id != self.me
+        # A newer record may be that of a member that is not known here yet.
+        return owner.id not in self._alive and owner.revision <= self._known
 
     def _is_mine(self, partition: int) -> bool:
         owner = self._owner(partition)

@@ -46,8 +46,12 @@ def _canonical(subject: bytes) -> bytes:
     return _REPLACED.sub("\ufffd", text).encode() if "\ufffd" in text else subject
 
 
-def partition_of(subject: str | bytes, partitions: int, key: Sequence[int] | None) -> int:
-    """Return the partition of a subject, as the server's subject transform ``partition()`` computes it.
+def partition_of(subject: str | bytes, partitions: int, key: Sequence[int] | None = None) -> int:
+    """Return the partition of a subject in a `Group`, as the server's subject transform ``partition()`` computes it.
+
+    ::
+
+        partition_of("orders.ann.paid", 16, key=[1])    # that of every subject orders.ann.*
 
     It is the 32-bit FNV-1a hash, modulo `partitions`, of the chosen tokens without a separator, as in
     ``{{partition(n,1,2)}}``, or of the whole subject with its dots, as in ``{{partition(n)}}``. The server numbers the
@@ -59,14 +63,32 @@ def partition_of(subject: str | bytes, partitions: int, key: Sequence[int] | Non
 
     Args:
         subject: The subject; as a str, bytes that are not UTF-8 are U+FFFD or lone surrogates (``surrogateescape``).
-        partitions: The number of partitions.
+        partitions: The number of partitions, from 1.
         key: Zero-based positions of tokens; None is the whole subject.
+
+    Returns:
+        A number from 0 to ``partitions - 1``.
 
     Raises:
         BadSubjectError: The subject is too short for `key`. No partition would be right: another client could read the
             key in another way, and the order of its messages would be lost.
+        ValueError: There is no partition, or `key` is empty or has a negative position.
     """
-    raw = _canonical(subject if isinstance(subject, bytes) else subject.encode("utf-8", "surrogateescape"))
+    _check_key(partitions, key)
+    return _partition_of(
+        subject if isinstance(subject, bytes) else subject.encode("utf-8", "surrogateescape"), partitions, key
+    )
+
+
+def _check_key(partitions: int, key: Sequence[int] | None) -> None:
+    if partitions < 1:
+        raise ValueError(f"partitions must be at least 1, not {partitions}")
+    if key is not None and (not key or min(key) < 0):
+        raise ValueError(f"key must be zero-based positions of subject tokens, or None, not {key!r}")
+
+
+def _partition_of(subject: bytes, partitions: int, key: Sequence[int] | None) -> int:
+    raw = _canonical(subject)
     return _fnv1a(raw if key is None else _key_of(raw, key)) % partitions
 
 
@@ -95,7 +117,7 @@ class _Partitions(dict[bytes, int]):
         self._key = key
 
     def __missing__(self, subject: bytes) -> int:
-        found = partition_of(subject, self._partitions, self._key)
+        found = _partition_of(subject, self._partitions, self._key)
         if len(subject) <= _LONGEST_CACHED:
             if len(self) >= _CACHED_SUBJECTS:
                 self.clear()
@@ -118,10 +140,7 @@ class Partitioner:
     """
 
     def __init__(self, partitions: int, key: Sequence[int] | None = None) -> None:
-        if partitions < 1:
-            raise ValueError(f"partitions must be at least 1, not {partitions}")
-        if key is not None and (not key or min(key) < 0):
-            raise ValueError(f"key must be zero-based positions of subject tokens, or None, not {key!r}")
+        _check_key(partitions, key)
         self.partitions: int = partitions
         self.key: tuple[int, ...] | None = None if key is None else tuple(key)
         self._known = _Partitions(partitions, self.key)

@@ -25,7 +25,8 @@ def check_type(text: str, what: str) -> None:
 
 
 def _check_text(text: str, what: str) -> None:
-    check_type(text, what)
+    if type(text) is not str:
+        check_type(text, what)
     if not text or not _FORBIDDEN_CHARACTERS.isdisjoint(text):
         raise BadSubjectError(f"{what} {text!r} is empty or has white space or control characters")
 

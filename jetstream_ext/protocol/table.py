@@ -18,12 +18,7 @@ from datetime import UTC, datetime, timedelta
 from weakref import WeakSet
 
 from jetstream_ext.protocol.headers import parse_time
-from jetstream_ext.protocol.updates import FOREVER as FOREVER
-from jetstream_ext.protocol.updates import MOST_CHANGES, Change, Staged, Watcher
-from jetstream_ext.protocol.updates import Record as Record
-from jetstream_ext.protocol.updates import Update as Update
-from jetstream_ext.protocol.updates import Updates as Updates
-from jetstream_ext.protocol.updates import each as each
+from jetstream_ext.protocol.updates import FOREVER, MOST_CHANGES, Change, Record, Staged, Update, Updates, Watcher, each
 
 
 class Content:

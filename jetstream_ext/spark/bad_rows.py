@@ -25,7 +25,7 @@ from jetstream_ext.client.api import gather_bounded, stream_name
 from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import BadHeaderError, ErrorCode, JetStreamExtError, MaxPayloadError
+from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.protocol import dead_letters as letters
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.spark.connection import ask
@@ -33,7 +33,6 @@ from jetstream_ext.spark.digests import DigestCounts
 from jetstream_ext.spark.options import ConnectionOptions
 from jetstream_ext.spark.planning import PlanningError
 from jetstream_ext.text import get_logger
-from jetstream_ext.types import own_headers
 
 _log = get_logger("spark")
 
@@ -42,8 +41,6 @@ DROP: Final = "drop"
 
 _IN_FLIGHT: Final = 256
 _LOGGED: Final = 3  # bad rows that an attempt logs
-_HEAD: Final = 4096  # bytes of its data that a dead letter keeps if it would be too large
-_LONGEST: Final = 1024  # bytes of a reason, a subject or a key
 _DIGEST_SIZE: Final = 12
 
 
@@ -138,7 +135,7 @@ class BadRows:
 
         Raises RowError, which names the row and the reason, if the policy is to fail.
         """
-        reason = letters.one_line(bad.reason, _LONGEST)
+        reason = letters.one_line(bad.reason, letters.LONGEST_ERROR)
         if self._policy == FAIL:
             raise RowError(
                 f"{self._what}: row {bad.row} cannot be stored: {reason}; rows before it may be stored; correct the query, "
@@ -183,45 +180,35 @@ class BadRows:
 
     async def _store(self, js: Context, bad: BadRow, msg_id: str, patience: float) -> None:
         """Store the dead letter of a row, without some of its data or headers if it is too large otherwise."""
+        items = () if bad.headers is None else bad.headers.items()
+        kept = letters.kept_headers((raw_bytes(name), raw_bytes(value)) for name, value in items)
         refusal: Exception | None = None
-        for data, headers in self._versions(bad, msg_id):
+        for data, headers in letters.versions(bad.data, kept, [*self._about(bad), (h.MSG_ID, msg_id)]):
             retry, what = Retry(patience), f"the ack of a dead letter on {self._policy!r}"
             retry.start()
             try:
                 await retry.call(lambda: js.publish(self._policy, data, headers, retry.within(js.timeout), what))  # noqa: B023
                 return
-            except (MaxPayloadError, BadHeaderError) as error:
-                refusal = error
-            except APIError as error:
-                if error.err_code != ErrorCode.MESSAGE_TOO_LARGE:
+            except (JetStreamExtError, APIError) as error:
+                if not letters.is_too_large(error):
                     raise
                 refusal = error
         assert refusal is not None
         raise refusal
 
-    def _versions(self, bad: BadRow, msg_id: str) -> Iterator[tuple[bytes, Mapping[str, str]]]:
-        """Yield the dead letter of a row, and smaller ones."""
-        about = [*self._about(bad), (h.MSG_ID, msg_id)]
-        items = () if bad.headers is None else bad.headers.items()
-        kept = letters.kept_headers((raw_bytes(name), raw_bytes(value)) for name, value in items)
-        size = len(bad.data)
-        lengths = dict.fromkeys((size, min(size, _HEAD), 0))
-        versions = [(kept, length) for length in lengths]
-        if kept and not _fit([*kept, *about]):
-            versions = [([], length) for length in lengths]
-        elif kept:
-            versions.append(([], 0))
-        for pairs, length in versions:
-            lost = [name for name, is_cut in (("data", length < size), ("headers", pairs != kept)) if is_cut]
-            yield bad.data[:length], own_headers([*pairs, *about, *([(letters.CUT, ", ".join(lost))] if lost else ())])
-
     def _about(self, bad: BadRow) -> list[tuple[str, str]]:
-        pairs = [(letters.ERROR, letters.one_line(bad.reason, _LONGEST)), *self._origin, (letters.ROW, str(bad.row))]
+        pairs = [
+            (letters.ERROR, letters.one_line(bad.reason, letters.LONGEST_ERROR)),
+            *self._origin,
+            (letters.ROW, str(bad.row)),
+        ]
         if bad.subject is not None:
-            shown = letters.one_line(bad.subject, _LONGEST)
+            shown = letters.one_line(bad.subject, letters.LONGEST_ERROR)
             pairs.append((self._subject_header, shown))
             if shown != bad.subject:
-                pairs.append((letters.RAW_SUBJECT, quote_from_bytes(raw_bytes(bad.subject)[:_LONGEST], safe="")))
+                pairs.append(
+                    (letters.RAW_SUBJECT, quote_from_bytes(raw_bytes(bad.subject)[: letters.LONGEST_ERROR], safe=""))
+                )
         return pairs
 
     def _failure(self, js: Context, bad: BadRow, error: Exception) -> DeadLetterError:
@@ -232,15 +219,6 @@ class BadRows:
             f"{self._what}: the dead letter of row {bad.row} could not be stored on {self._policy!r}: {why}; other rows may be "
             "stored; restart the query when the stream of the dead letters takes messages, or change the option onBadRow"
         )
-
-
-def _fit(pairs: list[tuple[str, str]]) -> bool:
-    """Return whether servers store these headers with a message, and a note that some are left out."""
-    return len(h.encode([(letters.CUT, "data, headers")])) + sum(_line_size(*pair) for pair in pairs) <= h.MAX_BLOCK
-
-
-def _line_size(name: str, value: str) -> int:
-    return len(f"{name}: {value}\r\n".encode())
 
 
 def _digest(bad: BadRow) -> bytes:

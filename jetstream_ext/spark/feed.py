@@ -28,7 +28,7 @@ from jetstream_ext.errors import StreamRecreatedError
 from jetstream_ext.kv import KeyValueEntry
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import EVERYTHING, entry_of_record, records_of
-from jetstream_ext.kv.proved_read import ProvedReader
+from jetstream_ext.kv.present import ProvedReader
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.spark.buckets import bucket_state, check_bucket, record_batches
 from jetstream_ext.spark.connection import connected, run_on_driver

@@ -43,14 +43,12 @@ from jetstream_ext.kv.entries import (
     records_of,
 )
 from jetstream_ext.kv.history import Past, ResolvedRevision, deletes, shows_expiry
-from jetstream_ext.kv.present import read_now, read_under_the_same_limits
-from jetstream_ext.kv.proved_read import ProvedReader
-from jetstream_ext.kv.reads import last_records
+from jetstream_ext.kv.present import ProvedReader, last_records, read_now, read_under_the_same_limits
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.headers import decode_stored
 from jetstream_ext.protocol.subjects import can_be_asked_for, is_literal, matcher
-from jetstream_ext.protocol.table import Record
+from jetstream_ext.protocol.updates import Record
 
 _KEYS_AT_ONCE: Final = 10_000
 _BYTES_AT_ONCE: Final = 8 << 20
@@ -139,10 +137,10 @@ async def read_part(
 async def read_present(bucket: Bucket, point: ResolvedRevision, keys: Sequence[str]) -> list[KeyValueEntry]:
     """Return what the bucket of `point` holds now of `keys`, delete markers included."""
     patterns = list(keys) if all(map(can_be_asked_for, keys)) else [EVERYTHING]
-    present = await read_under_the_same_limits(
+    content, _ = await read_under_the_same_limits(
         bucket, lambda: _state_since(bucket, point), lambda state: read_now(bucket, patterns, state)
     )
-    records = present.content.values | present.content.deleted
+    records = content.values | content.deleted
     return [entry_of_record(bucket.name, key, records[key]) for key in keys if key in records]
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from nats.js.errors import InvalidKeyError
 from pyspark.sql.types import StructType
 
+from jetstream_ext.kv.commit import Staged
 from jetstream_ext.kv.entries import Operation, check_key
-from jetstream_ext.kv.staging import Staged
 from jetstream_ext.spark.bad_rows import BadRow, BadRows
 from jetstream_ext.spark.options import KvWriteOptions, OptionError
 from jetstream_ext.spark.row_sizes import RowSizes

@@ -22,7 +22,7 @@ from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.errors import FencedError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import ROLLUP_HEADERS
-from jetstream_ext.kv.limits import drops_oldest
+from jetstream_ext.kv.history import drops_oldest
 from jetstream_ext.protocol import advice
 from jetstream_ext.protocol import dead_letters as letters
 from jetstream_ext.protocol import headers as h

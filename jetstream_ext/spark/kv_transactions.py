@@ -43,9 +43,8 @@ from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import AtomicPublishTooLargeError, WrongLastSequenceError
-from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.bucket import Bucket, KeyedStream
 from jetstream_ext.kv.entries import ROLLUP_HEADERS
-from jetstream_ext.kv.keyed_stream import KeyedStream
 from jetstream_ext.kv.reads import get_many
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.numbers import json_number, json_text

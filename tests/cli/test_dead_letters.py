@@ -126,3 +126,25 @@ def test_what_is_missing_is_said(run: Run, names: tuple[str, str, str]) -> None:
     stream, dead, _ = names
     assert "does not exist" in run("dlq", "list", "MISSING", dead).stderr
     assert "is no dead letter" in run("dlq", "drop", stream, "1").stderr
+
+
+def test_what_was_cut_is_shown(
+    server: NatsServer, run: Run, ok: Json, names: tuple[str, str, str], stream_name: Callable[[], str]
+) -> None:
+    stream, dead, _ = names
+    assert "lacks" not in run("dlq", "list", stream, dead).stdout
+
+    async def cut(js: JetStreamContext) -> int:
+        letter = await DirectGet(js, stream).get_last(dead)
+        ack = await js.publish(dead, b"", headers={**letter.headers, "Dead-Letter-Cut": "data, headers"})
+        return ack.seq
+
+    seq = with_js(server.url, cut)
+    shown = run("dlq", "list", stream, dead).stdout
+    assert "lacks" in shown
+    assert "data, headers" in shown
+    one = ok("dlq", "show", stream, dead, str(seq))
+    assert (one["cut"], one["complete"]) == (["data", "headers"], False)
+    assert "lacks, because it was too large: data, headers" in run("dlq", "show", stream, dead, str(seq)).stdout
+    done = run("dlq", "redrive", stream, dead, str(seq), "--bucket", stream_name())
+    assert "left in place: 1 message (no dead letter, or cannot be sent as it was)" in done.stdout

@@ -13,7 +13,8 @@ from nats.js.api import SubjectTransform
 import jetstream_ext as jsx
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.connection import Context
-from jetstream_ext.protocol.partitions import Partitioner, partition_of
+from jetstream_ext.log import partition_of
+from jetstream_ext.protocol.partitions import Partitioner
 from jetstream_ext.testing import NatsServer
 
 # By source filter: the wildcards in the server's function, counted from 1, and the tokens of the key, counted from 0.

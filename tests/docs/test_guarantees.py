@@ -15,7 +15,7 @@ PAGE = (DOCS / "guarantees.md").read_text(encoding="utf-8")
 # They ask at most, and a lost answer is a timeout.
 ONLY_ASK = {
     "features", "marker_reason", "source_health", "ttl_headers", "watch_abandoned", "with_ttl",
-    "create_source_consumer", "kv.enable",
+    "create_source_consumer", "kv.enable", "log.partition_of",
 }  # fmt: skip
 
 

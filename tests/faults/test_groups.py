@@ -23,7 +23,6 @@ from nats.js import JetStreamContext
 import jetstream_ext as jsx
 from jetstream_ext import log
 from jetstream_ext.log.group_store import GroupStore
-from jetstream_ext.protocol.partitions import partition_of
 from jetstream_ext.testing import NatsCluster
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -251,7 +250,7 @@ def check_repeats(found: list[jsx.StoredMsg]) -> None:
 
 
 def partition(message: jsx.StoredMsg) -> int:
-    return partition_of(message.subject.replace("OUT", "IN"), PARTITIONS, [1])
+    return log.partition_of(message.subject.replace("OUT", "IN"), PARTITIONS, [1])
 
 
 @pytest.mark.timeout(600)

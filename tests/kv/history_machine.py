@@ -42,8 +42,7 @@ from jetstream_ext.errors import (
     StreamRecreatedError,
 )
 from jetstream_ext.kv import present, reads
-from jetstream_ext.log import First, LogReader, OffsetStore, Seq, Stored, Time
-from jetstream_ext.log import reader as log_reader
+from jetstream_ext.log import First, LogReader, OffsetStore, Seq, Stored, Time, fetching
 from jetstream_ext.testing import NatsCluster, NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -54,6 +53,7 @@ from history_model import (
     KEYS,
     NEVER_GONE,
     PATTERNS,
+    SOON,
     TIMEOUT,
     Event,
     History,
@@ -207,7 +207,7 @@ class HistoryMachine(RuleBasedStateMachine):
         for name, value in READINGS[self.reading].items():
             self.cleanup.enter_context(mock.patch.object(present if hasattr(present, name) else reads, name, value))
         if self.reading != "whole":
-            self.cleanup.enter_context(mock.patch.multiple(log_reader, _GROUP=8, _REQUEST_BYTES=200))
+            self.cleanup.enter_context(mock.patch.multiple(fetching, _GROUP=8, _REQUEST_BYTES=200))
         self.nc = await connect(self.server.url)
         self.cleanup.push_async_callback(self.nc.close)
         self.js = self.nc.jetstream(timeout=TIMEOUT)
@@ -1091,6 +1091,8 @@ class HistoryMachine(RuleBasedStateMachine):
         if now.first <= event.seq or event.from_middle:
             return []
         config = history.config
+        # A delete marker replaces what has expired, until it expires itself.
+        stay = min(config.get("subject_delete_marker_ttl", 0) / 1e9, history.max_age)
         rollups = [
             later
             for later in history.events
@@ -1102,7 +1104,9 @@ class HistoryMachine(RuleBasedStateMachine):
 
         def reports(look: View) -> bool:
             reported = not look.messages or look.subjects < before.subjects
-            reported = reported or event.cause == "max_age"
+            if event.cause == "max_age":
+                old = (look.time - SOON - event.time).total_seconds() >= history.max_age + stay
+                reported = reported or not stay or old
             reported = reported or (look.messages < before.messages and not rollups)
             return reported or (event.cause == "limits" and 0 < config["max_msgs"] <= look.messages)
 

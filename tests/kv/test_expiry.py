@@ -22,7 +22,7 @@ from jetstream_ext.errors import (
     MessageTooLargeError,
     MessageTTLDisabledError,
 )
-from jetstream_ext.kv import admin
+from jetstream_ext.kv import bucket
 from jetstream_ext.protocol.headers import parse_lines
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import own_headers
@@ -220,14 +220,14 @@ class TestTouch:
     async def test_touch_conflicts_with_a_concurrent_write(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
         kv = await make_bucket()
         await kv.put("s", b"1")
-        read = admin.Bucket.get_at_leader
+        read = bucket.Bucket.get_at_leader
 
         async def slow(self, **request: object) -> jsx.StoredMsg | None:
             found = await read(self, **request)
             await kv.put("s", b"2")
             return found
 
-        monkeypatch.setattr(admin.Bucket, "get_at_leader", slow)
+        monkeypatch.setattr(bucket.Bucket, "get_at_leader", slow)
         with pytest.raises(KeyConflictError) as caught:
             await kvx.touch(kv, "s", ttl=60)
         assert caught.value.keys == ("s",)

@@ -125,7 +125,7 @@ class TestMinRevision:
             raise AssertionError("the leader was asked")
 
         with monkeypatch.context() as patch:
-            patch.setattr(kvx.keyed_stream.Api, "ask", refuse)
+            patch.setattr(kvx.bucket.Api, "ask", refuse)
             found = await kvx.get_many(kv, [f"k{n}" for n in range(2_500)], min_revision=revision)
         assert len(found) == 2_500
         assert (found["k7"].value, found["k7"].revision) == (b"2", revision)

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot, Subjects, entry_of_record, ttl_of, updates_of
-from jetstream_ext.protocol import table
 from jetstream_ext.protocol.direct import Block, StoredMsg, stored_block
 from jetstream_ext.protocol.headers import format_time_ns
 from jetstream_ext.protocol.subjects import matcher
 from jetstream_ext.protocol.table import Content
+from jetstream_ext.protocol.updates import each
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 ALL = Subjects("B", "$KV.B.", matcher([">"]))
@@ -104,4 +104,4 @@ def test_blocks_from_the_wire_and_the_leaders_messages_are_the_same(data: st.Dat
     columns = block.plain_columns()
     assert columns is None or columns == ([message.subject for message in messages], times)
     assert (columns is None) == any(stored_block(message) for message in messages)
-    assert list(table.each(updates_of(block, ALL))) == updates_of(messages, ALL)
+    assert list(each(updates_of(block, ALL))) == updates_of(messages, ALL)

@@ -198,6 +198,18 @@ class TestLostAnswers:
             await tx.resolve()
         assert tx.state == "unknown"
 
+    async def test_an_outcome_that_stays_unknown_ends_the_call_before_its_patience(self, reference) -> None:
+        server, kv = reference
+        lost = Lose("$KV.B.>", when=is_commit)
+        server.faults.add(lost)
+        running = asyncio.ensure_future(kvx.retry_transaction(kv, Counting(), patience=600, timeout=0.5))
+        async with asyncio.timeout(20):
+            while not server.faults.seen.get(id(lost)):
+                await asyncio.sleep(0.005)
+            kv._js._nc._transport._bare_io_writer.transport.abort()
+            with pytest.raises(BatchOutcomeUnknownError, match="the message may still arrive over the old connection"):
+                await running
+
     async def test_plain_transaction_leaves_the_outcome_to_the_caller(self, reference) -> None:
         server, kv = reference
         for fault, outcome, revisions in (

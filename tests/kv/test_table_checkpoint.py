@@ -103,7 +103,7 @@ async def test_a_file_that_is_not_usable_is_written_anew(
         (lambda path: path.write_bytes(bytes(512) + path.read_bytes()[512:]), "its beginning is lost"),
         (lambda path: path.write_bytes(bytes(path.stat().st_size)), "its beginning is lost"),
         (lambda path: spoil(path, b"value-7", b"value-8"), "is damaged"),
-        (lambda path: execute(path, "PRAGMA user_version = 9"), "newer version"),
+        (lambda path: execute(path, "PRAGMA user_version = 9"), "another version"),
         (lambda path: execute(path, "DELETE FROM messages WHERE key = CAST('k.3' AS BLOB)"), "should have"),
         (lambda path: execute(path, "UPDATE note SET content = 'x'"), "note is malformed"),
         (lambda path: execute(path, "UPDATE note SET content = '[]'"), "note is malformed"),

@@ -23,7 +23,7 @@ from nats.js.kv import KeyValue
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import RequestTimeoutError, StreamRecreatedError, UnsupportedFeatureError
-from jetstream_ext.kv import proved_read
+from jetstream_ext.kv import present
 from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -131,7 +131,7 @@ class TestReading:
 
             async with kvx.Table(kv), kvx.Table(kv, ["a.>"]):
                 await subscribed(2)
-                await asyncio.sleep(0.2)  # what it reads after it has subscribed
+                await asyncio.sleep(2)  # the looks after the doorbell was armed come soon
                 before, began = await requests(), time.monotonic()
                 await asyncio.sleep(5.5)
                 assert await requests() - before <= 2 * ((time.monotonic() - began) // 5 + 1)
@@ -398,7 +398,7 @@ class TestTransactions:
     async def test_short_replies(
         self, make_bucket: MakeBucket, writer: JetStreamContext, monkeypatch: pytest.MonkeyPatch, history: int
     ) -> None:
-        monkeypatch.setattr(proved_read, "_CATCH_UP_BATCH", 7)
+        monkeypatch.setattr(present, "_CATCH_UP_BATCH", 7)
         kv = await make_bucket(history=history)
         other = await writer.key_value(kv._name)
         seen: set[tuple[int, tuple[bytes, ...]]] = set()

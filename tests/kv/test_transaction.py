@@ -23,7 +23,7 @@ from jetstream_ext.errors import (
     MessageTTLDisabledError,
     RequestTimeoutError,
 )
-from jetstream_ext.kv import keyed_stream
+from jetstream_ext.kv import bucket
 
 
 async def values(kv: Any) -> dict[str, bytes]:
@@ -271,9 +271,9 @@ class FormerLeader:
 
     def __init__(self, kv: Any, monkeypatch: pytest.MonkeyPatch, *, reads: int, looks: int) -> None:
         self.reads, self.looks = reads, looks
-        self._look, self._get = keyed_stream.stream_state, keyed_stream.get_at_leader
-        monkeypatch.setattr(keyed_stream, "stream_state", self.look)
-        monkeypatch.setattr(keyed_stream, "get_at_leader", self.get)
+        self._look, self._get = bucket.stream_state, bucket.get_at_leader
+        monkeypatch.setattr(bucket, "stream_state", self.look)
+        monkeypatch.setattr(bucket, "get_at_leader", self.get)
 
     async def look(self, *arguments: Any) -> Any:
         self.looks -= 1

@@ -14,8 +14,7 @@ from nats.js.api import PubAck
 from jetstream_ext import StoredMsg
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError
-from jetstream_ext.log import Group
-from jetstream_ext.log.member import Member
+from jetstream_ext.log import Group, Member
 from jetstream_ext.testing import NatsServer
 
 MakeGroup = Callable[..., Group]

@@ -7,58 +7,49 @@ from typing import Any
 import pytest
 from nats.js import JetStreamContext
 
-from jetstream_ext.log import LogReader, OffsetStore, Stored, exactly_once
-from jetstream_ext.log import reader as reader_module
-from jetstream_ext.log import worker as worker_module
+from jetstream_ext.log import LogReader, OffsetStore, Stored, exactly_once, fetching
+from jetstream_ext.log import work as work_module
 
 Make = Callable[..., Awaitable[str]]
 Store = Callable[..., Awaitable[OffsetStore]]
 
 
 @pytest.fixture
-async def busy(js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch) -> str:
+async def busy(js: JetStreamContext, wire: Any, make_stream: Make) -> str:
     """A stream on whose other subjects a message is stored before each answer of its leader and each direct get."""
     name = await make_stream(3)
-    look, read_blocks = reader_module.stream_state, reader_module.read_blocks
-
-    async def looked(context: Any, stream: str, *arguments: Any) -> Any:
-        if stream == name:
-            await js.publish(f"{name}.other")
-        return await look(context, stream, *arguments)
-
-    async def read(*arguments: Any, **options: Any) -> Any:
-        await js.publish(f"{name}.other")
-        async for block in read_blocks(*arguments, **options):
-            yield block
-
-    monkeypatch.setattr(reader_module, "stream_state", looked)
-    monkeypatch.setattr(reader_module, "read_blocks", read)
+    for kind in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET"):
+        wire.before_each(kind, lambda: js.publish(f"{name}.other"))
     return name
 
 
 @pytest.mark.parametrize("matching", ["mine", "2"])
-async def test_a_read_ends_while_other_subjects_are_written(js: JetStreamContext, busy: str, matching: str) -> None:
+async def test_a_read_ends_while_other_subjects_are_written(
+    js: JetStreamContext, busy: str, wire: Any, matching: str
+) -> None:
     wanted = [2] if matching == "2" else []
     async with asyncio.timeout(60):
-        reader = LogReader(js, busy, subject=f"{busy}.{matching}")
+        reader = LogReader(wire.js, busy, subject=f"{busy}.{matching}")
         assert [message.seq for message in await reader.read(timeout=0)] == wanted
         assert await reader.read(timeout=0) == []
         assert await reader.read_for(30) is None
-        assert [message.seq async for message in LogReader(js, busy, subject=f"{busy}.{matching}")] == wanted
+        assert [message.seq async for message in LogReader(wire.js, busy, subject=f"{busy}.{matching}")] == wanted
 
 
-async def test_a_read_returns_what_was_stored_before_it(js: JetStreamContext, busy: str) -> None:
+async def test_a_read_returns_what_was_stored_before_it(js: JetStreamContext, busy: str, wire: Any) -> None:
     """The end of the stream that an earlier call saw is not the end for this one."""
-    reader = LogReader(js, busy, subject=f"{busy}.mine")
+    reader = LogReader(wire.js, busy, subject=f"{busy}.mine")
     for n in range(5):
         ack = await js.publish(f"{busy}.mine", b"%d" % n)
         assert [message.seq for message in await reader.read(timeout=0)] == [ack.seq]
         assert await reader.read(timeout=0) == []
 
 
-async def test_a_waiting_read_ends_in_time_while_other_subjects_are_written(js: JetStreamContext, busy: str) -> None:
+async def test_a_waiting_read_ends_in_time_while_other_subjects_are_written(
+    js: JetStreamContext, busy: str, wire: Any
+) -> None:
     loop = asyncio.get_running_loop()
-    reader = LogReader(js, busy, subject=f"{busy}.mine", tail=True)
+    reader = LogReader(wire.js, busy, subject=f"{busy}.mine", tail=True)
     began = loop.time()
     async with asyncio.timeout(60):
         assert await reader.read(timeout=0.3) == []
@@ -66,57 +57,51 @@ async def test_a_waiting_read_ends_in_time_while_other_subjects_are_written(js: 
     assert loop.time() - began >= 0.6
 
 
-async def test_a_waiting_read_pauses_at_the_end_of_a_busy_stream(js: JetStreamContext, busy: str) -> None:
-    reader = LogReader(js, busy, subject=f"{busy}.mine", poll=0.1)
+async def test_a_waiting_read_pauses_at_the_end_of_a_busy_stream(js: JetStreamContext, busy: str, wire: Any) -> None:
+    reader = LogReader(wire.js, busy, subject=f"{busy}.mine", poll=0.1)
     await reader.read()
-    before = js._nc.stats["out_msgs"]
+    before = wire.js._nc.stats["out_msgs"]
     assert await reader.read(timeout=1.0) == []
     # About 14 pauses. Each attempt is a group, whose requests are about 5, and the test publishes for some of them.
-    assert js._nc.stats["out_msgs"] - before < 300
+    assert wire.js._nc.stats["out_msgs"] - before < 300
 
 
 async def test_a_worker_ends_while_other_subjects_are_written(
-    js: JetStreamContext, busy: str, make_stream: Make
+    js: JetStreamContext, busy: str, wire: Any, make_stream: Make
 ) -> None:
     output = await make_stream()
-    reader = LogReader(js, busy, subject=f"{busy}.mine")
+    reader = LogReader(wire.js, busy, subject=f"{busy}.mine")
     async with asyncio.timeout(60):
         done = await exactly_once(reader, output, lambda _: None, name="w", prefix=f"{output}.at")
     assert done.position == reader.position
 
 
 async def test_committing_ends_while_other_subjects_are_written(
-    js: JetStreamContext, busy: str, make_store: Store
+    js: JetStreamContext, busy: str, wire: Any, make_store: Store
 ) -> None:
     store = await make_store()
-    reader = LogReader(js, busy, subject=f"{busy}.mine", start=Stored("r"), offsets=store)
+    reader = LogReader(wire.js, busy, subject=f"{busy}.mine", start=Stored("r"), offsets=store)
     async with asyncio.timeout(60), store.committing(reader) as messages:
         assert [message.seq async for message in messages] == []
     assert messages.committed == reader.position
 
 
 @pytest.fixture
-def slow_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_groups(monkeypatch: pytest.MonkeyPatch, wire: Any) -> None:
     """Groups of ten sequences, each of which takes a while."""
-    monkeypatch.setattr(reader_module, "_GROUP", 10)
-    monkeypatch.setattr(reader_module, "_WIDEST", 10)
-    read_group = LogReader._read_group
-
-    async def slow(self: LogReader, *arguments: Any, **options: Any) -> None:
-        await asyncio.sleep(0.02)
-        await read_group(self, *arguments, **options)
-
-    monkeypatch.setattr(LogReader, "_read_group", slow)
+    monkeypatch.setattr(fetching, "_GROUP", 10)
+    monkeypatch.setattr(fetching, "_WIDEST", 10)
+    wire.before_each("DIRECT.GET", lambda: asyncio.sleep(0.02))
 
 
 @pytest.mark.usefixtures("slow_groups")
 @pytest.mark.parametrize("tail", [False, True])
 async def test_a_worker_stores_its_position_while_nothing_matches(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, tail: bool
+    js: JetStreamContext, make_stream: Make, wire: Any, monkeypatch: pytest.MonkeyPatch, tail: bool
 ) -> None:
-    monkeypatch.setattr(worker_module, "_IDLE", 0.1)
+    monkeypatch.setattr(work_module, "_IDLE", 0.1)
     name, output = await make_stream(400), await make_stream()
-    reader = LogReader(js, name, subject=f"{name}.mine", tail=tail)
+    reader = LogReader(wire.js, name, subject=f"{name}.mine", tail=tail)
     working = asyncio.create_task(exactly_once(reader, output, lambda _: None, name="w", prefix=f"{output}.at"))
     positions: set[int] = set()
     async with asyncio.timeout(60):
@@ -135,10 +120,10 @@ async def test_a_worker_stores_its_position_while_nothing_matches(
 @pytest.mark.usefixtures("slow_groups")
 @pytest.mark.parametrize("tail", [False, True])
 async def test_committing_commits_while_nothing_matches(
-    js: JetStreamContext, make_stream: Make, make_store: Store, tail: bool
+    make_stream: Make, make_store: Store, wire: Any, tail: bool
 ) -> None:
     name, store = await make_stream(400), await make_store()
-    reader = LogReader(js, name, subject=f"{name}.mine", start=Stored("r"), offsets=store, tail=tail)
+    reader = LogReader(wire.js, name, subject=f"{name}.mine", start=Stored("r"), offsets=store, tail=tail)
 
     async def follow() -> None:
         async with store.committing(reader, seconds=0.1) as messages:

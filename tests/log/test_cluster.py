@@ -221,3 +221,21 @@ async def test_a_worker_stores_each_output_once_when_leaders_die(
     assert (done.inputs, done.position, len(broken_leaders)) == (900, 901, 2)
     out = LogReader(js, target, subject=f"{target}.out", patience=90)
     assert [int(msg.data) async for msg in out] == [n for n in range(1, 901) for _ in range(n % 3)]
+
+
+async def test_a_bucket_of_positions_has_as_many_replicas_as_the_stream_that_is_read(
+    cluster_nc: Client, make_replicated: Callable[..., Awaitable[str]], stream_name: Callable[[], str]
+) -> None:
+    js = cluster_nc.jetstream(timeout=30)
+    name = await make_replicated()
+
+    async def replicas(store: OffsetStore) -> int | None:
+        return (await js.stream_info(f"KV_{store.bucket}")).config.num_replicas
+
+    alone, mine, fewer = (OffsetStore(js, stream_name()) for _ in range(3))
+    assert await replicas(await alone.create()) == 1
+    assert await replicas(await alone.create(name)) == 1, "a bucket that exists is left as it is"
+    assert await replicas(await mine.create(name)) == 3
+    assert await replicas(await fewer.create(name, replicas=2)) == 2
+    with pytest.raises(nats.js.errors.NotFoundError, match="'NOT_THERE' does not exist"):
+        await OffsetStore(js, stream_name()).create("NOT_THERE")

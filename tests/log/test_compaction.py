@@ -13,8 +13,7 @@ from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy
 
 from jetstream_ext.errors import PositionLostError
-from jetstream_ext.log import First, LogReader, Seq, Time
-from jetstream_ext.log import reader as reader_module
+from jetstream_ext.log import First, LogReader, Seq, Time, fetching
 from jetstream_ext.testing import ReferenceServer, VirtualClock
 
 Make = Callable[..., Awaitable[str]]
@@ -249,7 +248,7 @@ async def test_every_newest_message_is_returned_once_and_in_order(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(reader_module, "_GROUP", rng.choice([3, 4096]))
+    monkeypatch.setattr(fetching, "_GROUP", rng.choice([3, 4096]))
     keep = rng.choice([0, 1, 2, 5])
     name = await make_stream(max_msgs_per_subject=keep, allow_rollup_hdrs=keep == 0 or rng.random() < 0.5)
     rollups = keep == 0 or (await js.stream_info(name)).config.allow_rollup_hdrs

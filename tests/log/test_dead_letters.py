@@ -22,12 +22,13 @@ import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, StoredMsg, errors
 from jetstream_ext.log import (
     DeadLetter,
+    Group,
     Last,
     LogReader,
     Processed,
     dead_letters,
     exactly_once,
-    takeover,
+    exactly_once_group,
 )
 from jetstream_ext.protocol.dead_letters import KEPT, RAW, origin, raw_headers
 from jetstream_ext.testing import NatsServer
@@ -140,10 +141,12 @@ def bad_results(target: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("most", [2, 100])
 @pytest.mark.parametrize("grouped", [False, True])
 async def test_outputs_that_cannot_be_stored_are_a_failure_of_their_input(
-    js: JetStreamContext, make_stream: Make, grouped: bool
+    js: JetStreamContext, make_stream: Make, grouped: bool, most: int
 ) -> None:
+    """With two inputs in a commit, those after it are handled already, and handled again."""
     failures: list[str] = []
     for kind in bad_results("t"):
         source, target = await make_stream(5), await make_stream(max_msg_size=1500)
@@ -154,7 +157,9 @@ async def test_outputs_that_cannot_be_stored_are_a_failure_of_their_input(
                 return bad_results(target)[kind]  # noqa: B023
             return [BatchMessage(f"{target}.out", message.data) for message in messages]  # noqa: B023
 
-        done = await work(LogReader(js, source), target, handler, grouped=grouped, dead_letter=letter(target, 2))
+        done = await work(
+            LogReader(js, source), target, handler, grouped=grouped, max_messages=most, dead_letter=letter(target, 2)
+        )
         dead = [(it.data, it.headers["Dead-Letter-Attempts"]) for it in await stored(js, target, "dead")]
         found = done.inputs, done.outputs, done.dead_letters, await numbers(js, target), dead
         if found != (5, 4, 1, [1, 2, 4, 5], [(b"3", "2")]):
@@ -223,10 +228,7 @@ async def until_attempts(js: JetStreamContext, target: str, attempts: int) -> No
             await asyncio.sleep(0.01)
 
 
-async def test_a_worker_that_was_fenced_during_a_pause_stores_nothing(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.05)
+async def test_a_worker_that_was_fenced_during_a_pause_stores_nothing(js: JetStreamContext, make_stream: Make) -> None:
     source, target = await make_stream(3), await make_stream()
     first = asyncio.ensure_future(
         work(LogReader(js, source), target, Failing(target, {2: 1}), dead_letter=letter(target, 2, 3.0))
@@ -365,53 +367,76 @@ async def test_the_error_of_a_dead_letter_is_one_short_line(js: JetStreamContext
     assert all(len(json.dumps(record)) < 1500 for record in await records(js, target))
 
 
-@pytest.mark.parametrize("headers", [0, 65_400])
-async def test_a_dead_letter_that_cannot_be_stored_ends_the_worker_and_loses_nothing(
-    js: JetStreamContext, make_stream: Make, headers: int
+LARGE: dict[str, tuple[dict[str, Any], bytes, dict[str, str] | None]] = {
+    "larger than the stream takes": ({"max_msg_size": 1000}, bytes(900), None),
+    "headers that leave no room for those of a dead letter": ({}, b"1", {"Large": "x" * 65_400}),
+    "larger than the server takes": ({}, bytes(1 << 20), None),
+    "both": ({"max_msg_size": 70_000}, bytes(3000), {"Large": "x" * 65_400}),
+}
+
+
+@pytest.mark.parametrize("group", [False, True])
+async def test_an_input_that_is_too_large_as_a_dead_letter_is_cut(
+    js: JetStreamContext, make_stream: Make, make_group: Callable[..., Group], group: bool
 ) -> None:
-    source, target = await make_stream(), await make_stream(**({} if headers else {"max_msg_size": 1000}))
-    await js.publish(f"{source}.x", bytes(900), headers={"Large": "x" * headers} if headers else None)
-    handler = Failing(target, {1: ALWAYS})
-    with pytest.raises((errors.MessageTooLargeError, errors.BadHeaderError), match="cannot be stored as a dead letter"):
-        await work(LogReader(js, source), target, handler)
+    failures: list[str] = []
+    for what, (config, data, headers) in LARGE.items():
+        source, target = await make_stream(), await make_stream(**config)
+        await js.publish(f"{source}.x", data, headers=headers)
+        await js.publish(f"{source}.x", b"2")
+        handler = Failing(target, {1: ALWAYS})
+        if group:
+            members = [
+                asyncio.ensure_future(
+                    exactly_once_group(
+                        make_group(source, name=source, partitions=1),
+                        target,
+                        handler,
+                        prefix=f"{target}.at",
+                        dead_letter=letter(target, 1),
+                    )
+                )
+                for _ in range(2)
+            ]
+            async with asyncio.timeout(60):
+                while not await stored(js, target, "out"):
+                    await asyncio.sleep(0.02)
+                    assert not any(member.done() for member in members), members
+            for member in members:
+                member.cancel()
+            await asyncio.wait(members)
+        else:
+            done = await work(LogReader(js, source), target, handler)
+            assert (done.inputs, done.dead_letters) == (2, 1), what
+        letters = [it async for it in dead_letters(js, target, f"{target}.dead")]
+        if [(it.seq, it.complete) for it in letters] != [(1, False)] or await numbers(js, target) != [2]:
+            failures.append(f"{what}: {[(it.seq, it.cut) for it in letters]}")
+    assert not failures, "\n".join(failures)
+
+
+async def test_a_dead_letter_that_cannot_be_stored_ends_the_worker_and_loses_nothing(
+    js: JetStreamContext, make_stream: Make
+) -> None:
+    source, target = await make_stream(1), await make_stream(max_msg_size=300)
+    with pytest.raises(errors.MessageTooLargeError, match="cannot be stored as a dead letter"):
+        await work(LogReader(js, source), target, Failing(target, {1: ALWAYS}))
     assert not await stored(js, target, "dead")
     assert (await records(js, target))[-1]["seq"] == 1
     done = await work(LogReader(js, source), target, lambda message: None)
     assert (done.inputs, done.dead_letters) == (1, 0)
 
 
-HOSTILE = [
-    {"failed": 7},
-    {"failed": {"seq": "x", "attempts": 1, "error": ""}},
-    {"failed": {"seq": 2}},
-    {"failed": {"seq": 0, "attempts": 1, "error": ""}},
-    {"failed": {"seq": 2, "attempts": -1, "error": ""}},
-    {"failed": {"seq": 2, "attempts": 1 << 62, "error": ""}},
-    {"failed": {"seq": 2, "attempts": True, "error": ""}},
-    {"failed": {"seq": 99, "attempts": 9, "error": ""}},
-    {"failed": [[]]},
-    {"careful": -1},
-    {"careful": "many"},
-    {"careful": 1 << 62},
-    {"careful": None},
-    {"careful": 1 << 30},
-]
-
-
-async def test_a_record_with_odd_fields_is_read_as_one_without_them(
-    js: JetStreamContext, make_stream: Make, more: More
-) -> None:
+async def test_a_record_of_another_input_does_not_count(js: JetStreamContext, make_stream: Make) -> None:
     source, target = await make_stream(1), await make_stream()
     await work(LogReader(js, source), target, Failing(target, {}))
-    last = 1
-    for forged in HOSTILE:
-        (found,) = await LogReader(js, target, subject=f"{target}.at.w", start=Last()).read()
-        await js.publish(found.subject, json.dumps(json.loads(found.data) | forged).encode())
-        await more(source, last + 1, last + 4)
-        done = await work(LogReader(js, source), target, Failing(target, {last + 2: ALWAYS}))
-        assert (done.inputs, done.dead_letters) == (4, 1), forged
-        assert (await numbers(js, target))[-3:] == [last + 1, last + 3, last + 4], forged
-        last += 4
+    (found,) = await LogReader(js, target, subject=f"{target}.at.w", start=Last()).read()
+    forged = json.loads(found.data) | {"failed": {"seq": 99, "attempts": 9, "error": ""}}
+    await js.publish(found.subject, json.dumps(forged).encode())
+    await js.publish(f"{source}.0", b"2")
+    handler = Failing(target, {2: 2})
+    done = await work(LogReader(js, source), target, handler)
+    assert (done.inputs, done.dead_letters) == (1, 0)
+    assert handler.calls == [1, 2, 2, 2][1:]
 
 
 async def test_the_dead_letters_subject_is_checked_at_the_start(js: JetStreamContext, make_stream: Make) -> None:
@@ -517,50 +542,34 @@ from jetstream_ext import BatchMessage
 from jetstream_ext.log import DeadLetter, LogReader, exactly_once
 
 url, source, target, poison, how = sys.argv[1:6]
-options = eval(sys.argv[6])
 
-def one(message):
+def handler(message):
     if message.seq == int(poison):
         if how == "exit":
             sys.exit(7)
         os.kill(os.getpid(), signal.SIGKILL)
     return BatchMessage(target + ".out", message.data)
 
-def handler(given):
-    return [one(message) for message in given] if options.get("grouped") else one(given)
-
 async def main():
-    nc = await nats.connect(url)
-    js = nc.jetstream(timeout=30)
-    done = await exactly_once(LogReader(js, source), target, handler, name="w", prefix=target + ".at",
-                              dead_letter=DeadLetter(target + ".dead", 2, 0), **options)
-    print(done)
-    await nc.close()
+    js = (await nats.connect(url)).jetstream(timeout=30)
+    await exactly_once(LogReader(js, source), target, handler, name="w", prefix=target + ".at", max_messages=10,
+                       dead_letter=DeadLetter(target + ".dead", 1, 0))
 
 asyncio.run(main())
 """
 
 
-async def run_worker(server: NatsServer, *arguments: str) -> int:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", textwrap.dedent(PROGRAM), server.url, *arguments, cwd=Path(__file__).parents[2]
-    )
-    return await asyncio.wait_for(process.wait(), 120)
-
-
-async def test_an_input_that_kills_the_process_does_not_wedge_the_worker(
-    js: JetStreamContext, server: NatsServer, make_stream: Make
+@pytest.mark.parametrize("how", ["kill", "exit"])
+async def test_the_end_of_a_process_is_no_attempt(
+    js: JetStreamContext, server: NatsServer, make_stream: Make, how: str
 ) -> None:
+    """The next start handles the input again, with the same outputs stored once."""
     source, target = await make_stream(30), await make_stream()
-    options = {"max_messages": 10, "grouped": True}
-    codes = []
-    async with asyncio.timeout(240):
-        while not codes or codes[-1]:
-            how = "exit" if len(codes) == 1 else "kill"
-            codes.append(await run_worker(server, source, target, "14", how, repr(options)))
-    # The first end is of a group, and the others are of this input alone.
-    assert codes == [-signal.SIGKILL, 7, -signal.SIGKILL, 0]
-    assert await numbers(js, target) == [n for n in range(1, 31) if n != 14]
-    (dead,) = await stored(js, target, "dead")
-    assert (dead.data, dead.headers["Dead-Letter-Attempts"]) == (b"14", "2")
-    assert "the worker ended" in dead.headers["Dead-Letter-Error"]
+    arguments = [server.url, source, target, "14", how]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(PROGRAM), *arguments, cwd=Path(__file__).parents[2]
+    )
+    assert await asyncio.wait_for(process.wait(), 120) == (7 if how == "exit" else -signal.SIGKILL)
+    done = await work(LogReader(js, source), target, Failing(target, {}), dead_letter=letter(target, 1))
+    assert done.dead_letters == 0
+    assert await numbers(js, target) == list(range(1, 31))

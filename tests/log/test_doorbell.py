@@ -16,8 +16,10 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StreamConfig, StreamSource
 
+import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 import jetstream_ext.log as log
+from jetstream_ext import errors
 from jetstream_ext.testing import NatsCluster, NatsServer
 
 NEVER = 60.0
@@ -127,21 +129,86 @@ async def test_a_message_that_was_published_in_vain_does_not_end_the_wait(
         assert await tail.next() == 1
 
 
-async def test_readers_share_one_doorbell_and_ask_rarely(own_server: NatsServer) -> None:
+async def test_readers_share_one_doorbell_and_what_they_ask(own_server: NatsServer) -> None:
+    """All that 200 readers send is counted: they are as cheap as one."""
     async with await nats.connect(own_server.url) as nc, await nats.connect(own_server.url) as other:
         js = nc.jetstream(timeout=20)
         kinds = await streams(js, "S")
         for stream in ("S", "S-M"):
             async with contextlib.AsyncExitStack() as stack:
-                tails = [await stack.enter_async_context(Tail(js, stream)) for _ in range(20)]
-                await asyncio.sleep(1)
+                tails = [await stack.enter_async_context(Tail(js, stream)) for _ in range(200)]
+                await asyncio.sleep(3)  # the looks after it was armed come soon
                 own = [name for name in await consumers(other.jetstream(), stream) if "doorbell" in name]
                 assert len(own) == (stream == "S-M")
                 sent = nc.stats["out_msgs"]
-                await asyncio.sleep(5)
-                assert nc.stats["out_msgs"] - sent <= 4 * 5 + 1
-                await other.jetstream().publish(kinds[stream])
-                assert len({await tail.next() for tail in tails}) == 1
+                await asyncio.sleep(6)
+                assert nc.stats["out_msgs"] - sent <= 2
+                for _ in range(3):
+                    sent = nc.stats["out_msgs"]
+                    await other.jetstream().publish(kinds[stream])
+                    assert len({await tail.next() for tail in tails}) == 1
+                    await asyncio.sleep(0.4)
+                    assert nc.stats["out_msgs"] - sent <= 20
+
+
+async def test_a_marker_that_the_server_stores_rings(
+    js: JetStreamContext, stream_name: Callable[[], str], armed: Callable[[int], Awaitable[None]]
+) -> None:
+    """Nothing is published for it; it may be gone before a reader would look by itself."""
+    name = stream_name()
+    config = {"subjects": [f"{name}.>"], "allow_direct": True, "allow_msg_ttl": True, "allow_rollup_hdrs": True}
+    await jsx.ensure_stream(js, name=name, **config, subject_delete_marker_ttl=1.0)
+    async with Tail(js, name) as tail:
+        await armed(1)
+        await js.publish(f"{name}.a", headers={"Nats-TTL": "1s"})
+        assert [await tail.next() for _ in range(2)] == [1, 2]
+
+
+async def test_messages_that_a_filter_excludes_do_not_cost_the_doorbell(
+    js: JetStreamContext, stream_name: Callable[[], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing rings for them, also when a look finds them after a long pause, and that is right."""
+    caplog.set_level("DEBUG", "jetstream_ext.client")
+    name, seen = stream_name(), asyncio.Queue[int]()
+    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True))
+    kv = await js.create_key_value(bucket=name, direct=True)
+
+    async def iterate() -> None:
+        group = log.Group(js, name, "g", partitions=2, subject=f"{name}.a", start=log.New(), bucket=f"{name}-groups")
+        async with group.join() as member:
+            async for message in member:
+                seen.put_nowait(message.seq)
+
+    iterating = asyncio.create_task(iterate())
+    async with kvx.Table(kv, ["a"]) as table:
+        await asyncio.sleep(2)  # all wait
+        for _ in range(14):
+            await js.publish(f"{name}.b")
+            await kv.put("b", b"")
+            await asyncio.sleep(0.5)
+        assert [record.getMessage() for record in caplog.records if "lost" in record.getMessage()] == []
+        await js.publish(f"{name}.a")
+        await asyncio.wait_for(seen.get(), 3)
+        await table.wait_for(await kv.put("a", b""), timeout=3)
+    iterating.cancel()
+    await asyncio.wait({iterating})
+
+
+async def test_a_short_timeout_does_not_wait_for_a_longer_one(own_server: NatsServer) -> None:
+    async with await nats.connect(own_server.url) as nc:
+        js = nc.jetstream()
+        await js.add_stream(StreamConfig(name="S", subjects=["S.>"], allow_direct=True))
+        patient, quick = (log.LogReader(js, "S", timeout=time, patience=time / 2) for time in (8.0, 0.2))
+        for reader in (patient, quick):
+            assert await reader.read(timeout=0.1) == []
+        own_server.pause()
+        waiting = asyncio.create_task(patient.read(timeout=0.5))
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(4):
+            with pytest.raises(errors.RequestTimeoutError):
+                await quick.read(timeout=0.5)
+        own_server.resume()
+        await waiting
 
 
 async def test_what_ends_leaves_nothing(js: JetStreamContext, stream_name: Callable[[], str], leak_check: Any) -> None:

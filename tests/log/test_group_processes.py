@@ -17,7 +17,6 @@ from nats.js.api import KeyValueConfig, StreamSource
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext import log
-from jetstream_ext.protocol.partitions import partition_of
 from jetstream_ext.testing import NatsServer
 
 PROGRAM = str(Path(__file__).parent / "member_process.py")
@@ -170,7 +169,7 @@ async def test_a_member_that_was_stopped_for_longer_than_its_ttl_stores_nothing(
     early = [
         it
         for it in late
-        for number in [partition_of(it.subject, PARTITIONS, [1])]
+        for number in [log.partition_of(it.subject, PARTITIONS, [1])]
         if number not in claimed or it.time < claimed[number]
     ]
     # Outputs that the handler stores itself are not fenced: those of the messages that it had in its hands.

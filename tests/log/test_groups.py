@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import re
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,14 +16,24 @@ import nats
 import nats.errors
 import pytest
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import StreamSource, SubjectTransform
 from nats.js.errors import BucketNotFoundError, NotFoundError
 
 from jetstream_ext import BatchMessage, DirectGet, StoredMsg, errors
-from jetstream_ext.log import DeadLetter, First, Group, Seq, Time, exactly_once_group, list_groups
-from jetstream_ext.log.member import Member
-from jetstream_ext.protocol.partitions import assign, partition_of
+from jetstream_ext.log import (
+    DeadLetter,
+    First,
+    Group,
+    Member,
+    Seq,
+    Time,
+    exactly_once_group,
+    list_groups,
+    partition_of,
+)
+from jetstream_ext.protocol.partitions import assign
 from jetstream_ext.testing import NatsServer, ReferenceServer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -967,6 +978,63 @@ class TestPartitionTokens:
         await other.stop()
         assert set(one.seen + other.seen) == set(range(1, 41))
 
+    async def test_an_idle_group_asks_nothing_per_partition(self, own_server: NatsServer) -> None:
+        asked = list[str]()
+
+        async def note(message: Msg) -> None:
+            asked.append(message.subject)
+
+        async with await nats.connect(own_server.url) as nc, await nats.connect(own_server.url) as other:
+            js = nc.jetstream(timeout=20)
+            await js.add_stream(name="S", subjects=["S.>"], allow_direct=True)
+            await js.add_stream(name="S-M", mirror=StreamSource(name="S"), allow_direct=True)
+            for stream in ("S", "S-M"):
+                group = Group(js, stream, "g", subject="S.*.>", token=1, partitions=16)
+                async with group.join() as member:
+                    worker = asyncio.create_task(take(member, 32))
+                    for n in range(32):
+                        await js.publish(f"S.{n % 16}.x")
+                        if n % 16 == 15:
+                            await asyncio.sleep(1.5)
+                    assert len({message.seq for message in await worker}) == 32
+                    await asyncio.sleep(3)  # the looks after the doorbell was armed come soon
+                    bells = [info.name for info in await js.consumers_info(stream) if "doorbell" in str(info.name)]
+                    assert len(bells) == (stream != "S")
+                    subscriptions = [
+                        await other.subscribe(f"$JS.API.{request}.{stream}", cb=note)
+                        for request in ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET")
+                    ]
+                    await other.flush()
+                    asked.clear()
+                    await asyncio.sleep(12)
+                    assert 2 <= len(asked) <= 3, asked
+                    for each in subscriptions:
+                        await each.unsubscribe()
+
+    async def test_partitions_that_fall_behind_are_read_apart(
+        self, js: JetStreamContext, stream_name: Callable[[], str], make_group: MakeGroup
+    ) -> None:
+        """Bursts that are more than one read, to two members, one of which is slow."""
+        name = stream_name()
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True)
+        group = make_group(name, subject=f"{name}.*.>", token=1, buffer=50)
+
+        async def handle(_: StoredMsg) -> None:
+            await asyncio.sleep(0.0005)
+
+        one, other = Worker(group), Worker(group, handler=handle)
+        await until(lambda: one.member.partitions and other.member.partitions)
+        for size in (1, 3000, 1, 20, 3000):
+            await asyncio.gather(
+                *(js.publish(f"{name}.{n % 5}.x") for n in range(size))
+            )  # the group has no partition 4
+        info = await js.stream_info(name, subjects_filter=f"{name}.4.x")
+        none = dict(info.state.subjects or {})[f"{name}.4.x"]
+        await until(lambda: len(one.seen + other.seen) >= 6022 - none)
+        await one.stop()
+        await other.stop()
+        assert len(one.seen + other.seen) == len({*one.seen, *other.seen}) == 6022 - none
+
 
 async def test_an_old_server_is_refused(stream_name: Callable[[], str]) -> None:
     async with ReferenceServer(dialect="2.10") as server:
@@ -1000,11 +1068,19 @@ class TestOtherStreams:
         async with make_group(stream, partitions=1).join() as member:
             await take(member, 10)
         await js.purge_stream(stream, seq=25)
-        with pytest.raises(errors.PositionLostError):
-            async with make_group(stream, partitions=1).join() as member:
+        group = make_group(stream, partitions=1)
+        with pytest.raises(errors.PositionLostError) as caught:
+            async with group.join() as member:
                 await take(member, 1)
+        lost = r"sequences \d+ to 24 were removed .* stop the members and call Group.reset\(log.Seq\(25\)\) .* on_lost="
+        assert re.search(lost, str(caught.value))
+        assert "seek" not in str(caught.value), "a member has none"
+        assert (caught.value.stream, caught.value.got) == (stream, 25)
         async with make_group(stream, partitions=1, on_lost="skip").join() as member:
             assert sorted(message.seq for message in await take(member, 6)) == list(range(25, 31))
+        assert await group.reset(Seq(25)) == 25
+        async with group.join() as member:
+            assert (await anext(member)).seq == 25
 
     async def test_a_mirror(
         self, make_stream: Make, make_group: MakeGroup, js: JetStreamContext, stream_name: Callable[[], str]

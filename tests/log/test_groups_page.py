@@ -15,8 +15,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import log
-from jetstream_ext.log import group_plan, session
-from jetstream_ext.protocol.partitions import partition_of
+from jetstream_ext.log import group_plan, membership
 from jetstream_ext.testing import NatsServer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "groups.md").read_text(encoding="utf-8")
@@ -118,7 +117,7 @@ def test_the_figures_of_the_page_are_those_of_the_code() -> None:
     join = inspect.signature(log.Group.join).parameters
     assert (join["every"].default, join["seconds"].default, join["revoke_timeout"].default) == (1000, 5.0, 60.0)
     assert inspect.signature(log.exactly_once_group).parameters["max_messages"].default == 100
-    assert (group_plan.BUFFER_BYTES, session._LEAVE_TIMEOUT) == (4 << 20, 1.0)
+    assert (group_plan.BUFFER_BYTES, membership.LEAVE_TIMEOUT) == (4 << 20, 1.0)
 
 
 def test_the_times_of_the_page_are_those_of_a_group(js: JetStreamContext) -> None:
@@ -132,4 +131,4 @@ def test_the_times_of_the_page_are_those_of_a_group(js: JetStreamContext) -> Non
 @pytest.mark.parametrize(("key", "hashed"), [([1], "ann"), ([1, 2], "annpaid"), (None, "orders.ann.paid")])
 def test_the_keys_of_the_page_are_hashed_as_it_says(key: list[int] | None, hashed: str) -> None:
     assert f"`{hashed}`" in PAGE
-    assert partition_of("orders.ann.paid", 4096, key) == partition_of(hashed, 4096, None)
+    assert log.partition_of("orders.ann.paid", 4096, key) == log.partition_of(hashed, 4096, None)

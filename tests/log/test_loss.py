@@ -14,9 +14,7 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.client import api
-from jetstream_ext.log import First, Last, LogReader, New, OffsetStore, Seq, Stored, Time
-from jetstream_ext.log import reader as reader_module
-from jetstream_ext.protocol.reads import Scan
+from jetstream_ext.log import First, Last, LogReader, New, OffsetStore, Seq, Stored, Time, fetching
 from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
@@ -29,27 +27,6 @@ async def numbers(reader: LogReader) -> list[int]:
 
 async def seqs(reading: Awaitable[list[jsx.StoredMsg]]) -> list[int]:
     return [msg.seq for msg in await reading]
-
-
-@pytest.fixture
-def before_each_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Callable[[], Awaitable[Any]]]], None]:
-    """Run an action just before the reader's n-th request to the leader, counted from 1."""
-
-    look = reader_module.stream_state
-
-    def plan(what: dict[int, Callable[[], Awaitable[Any]]]) -> None:
-        count = 0
-
-        async def counted(*arguments: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count in what:
-                await what[count]()
-            return await look(*arguments)
-
-        monkeypatch.setattr(reader_module, "stream_state", counted)
-
-    return plan
 
 
 async def test_a_purged_position_raises_and_stays(js: JetStreamContext, make_stream: Make) -> None:
@@ -86,22 +63,15 @@ async def test_a_purge_of_everything_is_a_loss_for_unread_messages_only(
 
 @pytest.mark.parametrize("on_lost", ["error", "skip"])
 async def test_a_purge_during_a_read_is_reported(
-    js: JetStreamContext, make_stream: Make, before_each_look: Any, monkeypatch: pytest.MonkeyPatch, on_lost: Any
+    js: JetStreamContext, make_stream: Make, wire: Any, monkeypatch: pytest.MonkeyPatch, on_lost: Any
 ) -> None:
     """The purge happens between the reader's request and the answer."""
-    monkeypatch.setattr(reader_module, "_GROUP", 10)
+    monkeypatch.setattr(fetching, "_GROUP", 10)
     name = await make_stream(40)
-    reader = LogReader(js, name, start=Seq(1), on_lost=on_lost)
-    read_rows = LogReader._read_rows
-
-    async def overtaken(self: LogReader, position: int, last: int, **options: Any) -> Any:
-        if position == 11:
-            await js.purge_stream(name, seq=18)
-        return await read_rows(self, position, last, **options)
-
-    monkeypatch.setattr(LogReader, "_read_rows", overtaken)
+    reader = LogReader(wire.js, name, start=Seq(1), on_lost=on_lost)
     seen = [msg.seq for msg in await reader.read()]
     assert seen == list(range(1, 11))
+    wire.before("DIRECT.GET", 1, lambda: js.purge_stream(name, seq=18))
     if on_lost == "skip":
         assert await numbers(reader) == list(range(18, 41))
         return
@@ -110,14 +80,12 @@ async def test_a_purge_during_a_read_is_reported(
     assert (caught.value.expected, caught.value.got) == (11, 18)
 
 
-async def test_messages_before_a_gap_are_returned_first(
-    js: JetStreamContext, make_stream: Make, before_each_look: Any
-) -> None:
+async def test_messages_before_a_gap_are_returned_first(js: JetStreamContext, make_stream: Make, wire: Any) -> None:
     name = await make_stream(20)
     await js.delete_msg(name, 7)
-    reader = LogReader(js, name, start=Seq(1))
+    reader = LogReader(wire.js, name, start=Seq(1))
     # The reader asks at the start and after the group. After the purge it cannot know whether 7 was deleted before.
-    before_each_look({2: lambda: js.purge_stream(name, seq=10)})
+    wire.before("STREAM.INFO", 2, lambda: js.purge_stream(name, seq=10))
     assert [msg.seq for msg in await reader.read()] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(errors.PositionLostError) as caught:
         await reader.read()
@@ -125,77 +93,53 @@ async def test_messages_before_a_gap_are_returned_first(
 
 
 async def test_a_purge_before_the_first_message_was_read_is_no_loss(
-    js: JetStreamContext, make_stream: Make, before_each_look: Any
+    js: JetStreamContext, make_stream: Make, wire: Any
 ) -> None:
     """The oldest message is purged while the reader looks it up, so that the next one is the oldest."""
     name = await make_stream(20)
-    reader = LogReader(js, name)
-    before_each_look({1: lambda: js.purge_stream(name, seq=3), 2: lambda: js.purge_stream(name, seq=6)})
+    reader = LogReader(wire.js, name)
+    wire.before("STREAM.INFO", 1, lambda: js.purge_stream(name, seq=3))
+    wire.before("STREAM.INFO", 2, lambda: js.purge_stream(name, seq=6))
     assert await reader.open() == 3
     await js.purge_stream(name, seq=5)
     assert await numbers(reader) == list(range(5, 21))
 
 
 @pytest.fixture
-def during_the_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, Callable[[], Awaitable[Any]]], None]:
-    """Run an action while the n-th group is read (from 1), after its first `sequences` and before the others."""
-
-    read_blocks, scan = reader_module.read_blocks, reader_module.Scan
-
-    def plan(group: int, sequences: int, action: Callable[[], Awaitable[Any]]) -> None:
-        count = 0
-        options: dict[str, Any] = {}
-
-        def noted(**given: Any) -> Scan:
-            options.update(given)
-            return scan(**given)
-
-        async def interrupted(context: Any, stream: str, plan: Scan, timeout: float, **confirmed: Any) -> Any:
-            nonlocal count
-            count += 1
-            plans = [plan]
-            if count == group:
-                middle = options["seq"] + sequences
-                plans = [scan(**{**options, "up_to_seq": middle - 1}), scan(**{**options, "seq": middle})]
-            for part in plans:
-                async with contextlib.aclosing(read_blocks(context, stream, part, timeout, **confirmed)) as blocks:
-                    async for block in blocks:
-                        yield block
-                if part is not plans[-1]:
-                    await action()
-
-        monkeypatch.setattr(reader_module, "Scan", noted)
-        monkeypatch.setattr(reader_module, "read_blocks", interrupted)
-
-    return plan
+def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for direct gets brings a few messages only."""
+    monkeypatch.setattr(fetching, "_REQUEST_BYTES", 400)
 
 
+@pytest.mark.usefixtures("small_requests")
 async def test_a_purge_behind_the_first_message_is_a_loss_even_in_the_first_group(
-    js: JetStreamContext, make_stream: Make, during_the_read: Any
+    js: JetStreamContext, make_stream: Make, wire: Any
 ) -> None:
     for purge, got in (({"seq": 31}, 31), ({}, 41)):
         name = await make_stream(40)
-        during_the_read(1, 10, lambda: js.purge_stream(name, **purge))  # type: ignore[misc] # noqa: B023
-        reader = LogReader(js, name)
-        assert await seqs(reader.read()) == list(range(1, 11))
+        wire.before("DIRECT.GET", 2, lambda: js.purge_stream(name, **purge))  # type: ignore[arg-type] # noqa: B023
+        reader = LogReader(wire.js, name)
+        read = await seqs(reader.read())
+        assert read == list(range(1, len(read) + 1))
         with pytest.raises(errors.PositionLostError) as caught:
             await reader.read()
-        assert (caught.value.expected, caught.value.got, reader.position) == (11, got, 11)
+        assert (caught.value.expected, caught.value.got, reader.position) == (len(read) + 1, got, len(read) + 1)
         reader.seek(First())
         assert await seqs(reader.read()) == list(range(got, 41)), "the start is looked up again"
 
 
+@pytest.mark.usefixtures("small_requests")
 async def test_a_gap_that_may_be_older_than_the_read_moves_the_start_behind_it(
-    js: JetStreamContext, make_stream: Make, during_the_read: Any
+    js: JetStreamContext, make_stream: Make, wire: Any
 ) -> None:
     """Nothing was returned yet. So the reader starts at the message that is the oldest one now, and returns all after it."""
     for filtered in (True, False):
         name = await make_stream(40)
         if not filtered:
             await js.delete_msg(name, 3)
-        during_the_read(1, 3, lambda: js.purge_stream(name, seq=6))  # noqa: B023
-        reader = LogReader(js, name, subject=f"{name}.1" if filtered else None)
-        assert await seqs(reader.read()) == [n for n in range(6, 41) if not filtered or n % 3 == 1]
+        wire.before("DIRECT.GET", 2, lambda: js.purge_stream(name, seq=30))  # noqa: B023
+        reader = LogReader(wire.js, name, subject=f"{name}.1" if filtered else None)
+        assert await seqs(reader.read()) == [n for n in range(30, 41) if not filtered or n % 3 == 1]
         assert await seqs(reader.read()) == []
         assert reader.position == 41
 
@@ -230,7 +174,7 @@ async def test_a_reader_that_found_the_stream_empty_reports_what_is_removed_afte
 
 
 async def test_a_reader_starts_at_the_edge_of_a_stream_whose_oldest_messages_expire_all_the_time(
-    js: JetStreamContext, make_stream: Make, more: More, before_each_look: Any
+    js: JetStreamContext, make_stream: Make, more: More, wire: Any
 ) -> None:
     """Before each of the reader's first requests to the leader, messages are stored, and all older ones expire."""
     for messages, subject in itertools.product((0, 3), (None, "1", "late")):
@@ -242,8 +186,9 @@ async def test_a_reader_starts_at_the_edge_of_a_stream_whose_oldest_messages_exp
             last += 10
             await js.purge_stream(name, seq=last - 2)  # noqa: B023
 
-        before_each_look(dict.fromkeys(range(1, 6), expire))
-        reader = LogReader(js, name, subject=subject and f"{name}.{subject}")
+        for number in range(1, 6):
+            wire.before("STREAM.INFO", number, expire)
+        reader = LogReader(wire.js, name, subject=subject and f"{name}.{subject}")
         read = await seqs(reader.read())
         assert read == sorted(set(read)), (messages, subject)
         assert (subject == "late") is (read == []), (messages, subject)
@@ -300,6 +245,10 @@ async def test_a_recreated_stream_is_detected(js: JetStreamContext, make_stream:
             await reader.read()
         assert caught.value.expected == created != caught.value.found
         assert caught.value.stream == name
+        with pytest.raises(errors.StreamRecreatedError):
+            await reader.read()
+        reader.seek(First())
+        assert await seqs(reader.read()) == list(range(1, messages + 1)), "seek accepts the new stream"
 
 
 async def test_a_stream_is_the_same_after_a_restart_that_changed_its_creation_time() -> None:
@@ -335,18 +284,18 @@ async def test_a_stream_is_the_same_after_a_restart_that_changed_its_creation_ti
 
 
 async def test_a_stream_recreated_during_a_read_is_detected(
-    js: JetStreamContext, make_stream: Make, more: More, before_each_look: Any
+    js: JetStreamContext, make_stream: Make, more: More, wire: Any
 ) -> None:
     """The new stream has the same sequences, so only its creation time differs."""
     name = await make_stream(20)
-    reader = LogReader(js, name, start=Seq(5))
+    reader = LogReader(wire.js, name, start=Seq(5))
 
     async def again() -> None:
         await js.delete_stream(name)
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
         await more(name, 1, 20)
 
-    before_each_look({2: again})
+    wire.before("STREAM.INFO", 2, again)
     with pytest.raises(errors.StreamRecreatedError):
         await reader.read()
     assert reader.position == 5
@@ -388,11 +337,11 @@ async def test_other_retention_than_limits_is_refused_unless_losses_are_skipped(
 
 @pytest.mark.parametrize("when", ["between two reads", "during a read"])
 async def test_retention_that_is_changed_under_a_running_reader_is_an_error(
-    js: JetStreamContext, make_stream: Make, more: More, when: str, during_the_read: Any
+    js: JetStreamContext, make_stream: Make, more: More, when: str, wire: Any
 ) -> None:
     """What a consumer acknowledged out of order leaves a hole that looks like deleted messages."""
     name = await make_stream(10)
-    reader, skipping = LogReader(js, name), LogReader(js, name, on_lost="skip")
+    reader, skipping = LogReader(wire.js, name), LogReader(js, name, on_lost="skip")
     assert await numbers(skipping) == list(range(1, 11))
     assert await seqs(reader.read()) == list(range(1, 11))
 
@@ -406,7 +355,7 @@ async def test_retention_that_is_changed_under_a_running_reader_is_an_error(
 
     await more(name, 11, 20)
     if when == "during a read":
-        during_the_read(1, 1, acknowledge)
+        wire.before("STREAM.INFO", 2, acknowledge)
     else:
         await acknowledge()
     for _ in range(2):
@@ -442,7 +391,7 @@ async def test_a_server_before_2_11_is_refused() -> None:
 async def test_a_loss_that_ends_behind_its_group_is_reported_once_to_its_end(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, caplog: Any, on_lost: Any
 ) -> None:
-    monkeypatch.setattr(reader_module, "_GROUP", 4)
+    monkeypatch.setattr(fetching, "_GROUP", 4)
     name = await make_stream(20)
     reader = LogReader(js, name, on_lost=on_lost)
     assert await seqs(reader.read(4)) == [1, 2, 3, 4]
@@ -460,7 +409,7 @@ async def test_a_loss_after_the_reader_has_skipped_another_one_is_reported(
     js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream that compacts: after the skip, the reader knows which subjects it had."""
-    monkeypatch.setattr(reader_module, "_GROUP", 4)
+    monkeypatch.setattr(fetching, "_GROUP", 4)
     name = stream_name()
     await js.add_stream(name=name, subjects=[f"{name}.*"], allow_direct=True, max_msgs_per_subject=1)
     for n in range(20):

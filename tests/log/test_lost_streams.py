@@ -17,9 +17,10 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
 from jetstream_ext import errors
+from jetstream_ext.client import looks
 from jetstream_ext.client.api import check_same_stream, get_at_leader, stream_state
 from jetstream_ext.client.connection import Context
-from jetstream_ext.log import LogReader, New, Seq, exactly_once
+from jetstream_ext.log import LogReader, New, Seq, exactly_once, fetching
 from jetstream_ext.log import reader as reader_module
 from jetstream_ext.testing import NatsCluster, NatsServer
 
@@ -113,16 +114,17 @@ async def test_stream_restored_in_the_middle_of_a_filtered_read_is_an_error(
     restored: Restored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No message matches the filter, and the position is above the messages that were stored after the restore."""
-    monkeypatch.setattr(reader_module, "_GROUP", 105)
-    monkeypatch.setattr(reader_module, "_WIDEST", 105)
+    monkeypatch.setattr(fetching, "_GROUP", 105)
+    monkeypatch.setattr(fetching, "_WIDEST", 105)
     reader = LogReader(restored.js, "S", subject="s.none", start=Seq(2))
     read_group = LogReader._read_group
 
-    async def restore_after(self: LogReader, position: int, state: Any, **options: Any) -> None:
-        await read_group(self, position, state, **options)
+    async def restore_after(self: LogReader, position: int, state: Any, **options: Any) -> int:
+        after = await read_group(self, position, state, **options)
         if position == 2:
             await restored.restore()
             await restored.publish(20)
+        return after
 
     monkeypatch.setattr(LogReader, "_read_group", restore_after)
     with pytest.raises(errors.StreamRecreatedError):
@@ -208,8 +210,9 @@ class FormerLeader:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, last_seq: int, answers: int) -> None:
         self.answers = answers
         self._last_seq = last_seq
-        self._look = reader_module.stream_state
-        monkeypatch.setattr(reader_module, "stream_state", self.look)
+        self._look = looks.stream_state
+        for module in (looks, reader_module):
+            monkeypatch.setattr(module, "stream_state", self.look)
 
     async def look(self, *arguments: Any) -> Any:
         self.answers -= 1

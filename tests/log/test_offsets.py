@@ -57,6 +57,21 @@ async def test_the_value_is_plain_json(
     assert body == {"v": 1, "stream": name, "created": reader.created, "seq": 2, "writer": body["writer"]}
 
 
+async def test_a_position_of_an_earlier_release_is_read(
+    js: JetStreamContext, make_stream: Make, make_store: Store
+) -> None:
+    name, store = await make_stream(5), await make_store()
+    reader = LogReader(js, name, start=Stored("r"), offsets=store)
+    for writer in ("writer", "worker"):
+        body = {"v": 1, "stream": name, "created": "", "seq": 3, writer: "PJuOHMHJfKT3"}
+        await (await js.key_value(store.bucket)).put("r", json.dumps(body).encode())
+        reader.seek(Stored("r"))
+        assert [msg.seq for msg in await reader.read()] == [3, 4, 5]
+        found = await store.fetch("r")
+        assert found is not None
+        assert (found.seq, found.writer) == (3, "PJuOHMHJfKT3")
+
+
 async def test_a_reader_without_a_stored_position_starts_at_the_default(
     js: JetStreamContext, make_stream: Make, make_store: Store
 ) -> None:

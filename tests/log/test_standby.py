@@ -4,27 +4,26 @@ import asyncio
 import contextlib
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import nats
 import pytest
-from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import KeyNotFoundError, NotFoundError
+from nats.js.kv import KeyValue
 
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
 from jetstream_ext import BatchMessage, StoredMsg, errors
-from jetstream_ext.client.connection import open_bucket
-from jetstream_ext.client.fenced_write import RecordMovedError
-from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.log import Last, LogReader, OffsetStore, Processed, exactly_once, lease, takeover, worker
-from jetstream_ext.log.lease import Lease
-from jetstream_ext.testing import NatsServer, ReferenceServer, VirtualClock
+from jetstream_ext.log import LogReader, OffsetStore, Processed, exactly_once
+from jetstream_ext.testing import NatsServer
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
-from group_members import replace_publish
+from proxy import Proxy
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -70,13 +69,9 @@ class Replica:
 
 
 @pytest.fixture
-async def offsets(js: JetStreamContext, stream_name: Callable[[], str], request: pytest.FixtureRequest) -> OffsetStore:
-    """A bucket for leases; parametrized indirectly with False, it does not allow TTLs."""
-    name = stream_name()
-    if getattr(request, "param", True):
-        return await OffsetStore(js, name).create()
-    await js.add_stream(name=f"KV_{name}", subjects=[f"$KV.{name}.>"], max_msgs_per_subject=1)
-    return OffsetStore(js, name)
+async def offsets(js: JetStreamContext, stream_name: Callable[[], str]) -> OffsetStore:
+    """A bucket for leases."""
+    return await OffsetStore(js, stream_name()).create()
 
 
 @pytest.fixture
@@ -96,41 +91,21 @@ async def start(js: JetStreamContext, make_stream: Make, offsets: OffsetStore) -
     await asyncio.gather(*(replica.task for replica in started), return_exceptions=True)
 
 
-@pytest.fixture
-async def connect(server: NatsServer) -> AsyncIterator[Callable[[str], Awaitable[JetStreamContext]]]:
-    """Open a connection whose inboxes have a prefix."""
-    opened: list[Client] = []
-
-    async def connect(prefix: str) -> JetStreamContext:
-        opened.append(await nats.connect(server.url, inbox_prefix=prefix, connect_timeout=10))
-        return opened[-1].jetstream(timeout=30)
-
-    yield connect
-    for nc in opened:
-        await nc.close()
-
-
-TTL_OR_NOT = pytest.mark.parametrize("offsets", [True, False], indirect=True, ids=["with TTLs", "without TTLs"])
-
-
 def lease_key(target: str) -> str:
     return f"leases.{target}.{target}.at.w"
 
 
-async def lease_of(js: JetStreamContext, offsets: OffsetStore, target: str) -> dict[str, Any] | None:
+async def lease_of(js: JetStreamContext, offsets: OffsetStore, target: str) -> KeyValue.Entry | None:
     """Return the lease of the worker "w", or None if it is not held."""
     try:
-        return json.loads((await (await js.key_value(offsets.bucket)).get(lease_key(target))).value or b"")
+        return await (await js.key_value(offsets.bucket)).get(lease_key(target))
     except KeyNotFoundError:
         return None
 
 
-async def until_lease(
-    js: JetStreamContext, offsets: OffsetStore, target: str, holds: Callable[[dict[str, Any]], bool]
-) -> None:
-    async with asyncio.timeout(60):
-        while (found := await lease_of(js, offsets, target)) is None or not holds(found):
-            await asyncio.sleep(0.02)
+async def record_of(js: JetStreamContext, target: str) -> dict[str, Any]:
+    """Return the newest record of the worker "w"."""
+    return json.loads((await jsx.DirectGet(js, target).get_last(f"{target}.at.w")).data)
 
 
 async def outputs(js: JetStreamContext, target: str, last: int) -> list[int]:
@@ -143,11 +118,9 @@ async def outputs(js: JetStreamContext, target: str, last: int) -> list[int]:
     return found
 
 
-@TTL_OR_NOT
 async def test_a_standby_takes_over_at_once_when_the_other_worker_is_stopped(
-    js: JetStreamContext, start: Any, more: More, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+    js: JetStreamContext, start: Any, more: More, offsets: OffsetStore
 ) -> None:
-    monkeypatch.setattr(lease, "SECONDS", 3600)
     active = start(standby=True)
     await more(start.source, 1, 3)
     await active.handles(3)
@@ -156,6 +129,8 @@ async def test_a_standby_takes_over_at_once_when_the_other_worker_is_stopped(
     await active.handles(6)
     await active.stop()
     await more(start.source, 7, 9)
+    async with asyncio.timeout(6):  # a lease that is left ends 6.7 s after its last renewal was due
+        await standby.handles(9)
     assert await outputs(js, start.target, 9) == list(range(1, 10))
     assert active.handled == list(range(1, 7))
     assert set(standby.handled) >= {7, 8, 9}
@@ -166,39 +141,46 @@ async def test_a_standby_takes_over_at_once_when_the_other_worker_is_stopped(
 PROGRAM = """
 import asyncio, sys
 import nats
-from jetstream_ext.log import LogReader, OffsetStore, exactly_once, lease
+from jetstream_ext.log import LogReader, OffsetStore, exactly_once
 
-lease.SECONDS = 3
-
-async def main(url, source, target, bucket):
+async def main(url, source, target, bucket, standby):
     js = (await nats.connect(url)).jetstream(timeout=30)
     reader = LogReader(js, source, tail=True, poll=0.01, offsets=OffsetStore(js, bucket))
     handle = lambda message: (target + ".out", message.data)
-    await exactly_once(reader, target, handle, name="w", prefix=target + ".at", standby=True)
+    await exactly_once(reader, target, handle, name="w", prefix=target + ".at", standby=standby == "True")
 
 asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@TTL_OR_NOT
-async def test_a_standby_takes_over_when_the_other_worker_dies(
-    js: JetStreamContext, server: NatsServer, start: Any, more: More, offsets: OffsetStore, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(lease, "SECONDS", 3)
-    arguments = [server.url, start.source, start.target, offsets.bucket]
-    active = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, *arguments)
+@contextlib.asynccontextmanager
+async def killed_at_the_end(*arguments: str) -> AsyncIterator[None]:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, *arguments)
     try:
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_a_standby_takes_over_when_the_other_worker_dies(
+    js: JetStreamContext, server: NatsServer, start: Any, more: More, offsets: OffsetStore
+) -> None:
+    async with killed_at_the_end(server.url, start.source, start.target, offsets.bucket, "True"):
         await more(start.source, 1, 3)
         assert await outputs(js, start.target, 3) == [1, 2, 3]
         standby = start(standby=True)
-        # It renews its lease, while it works and while it has nothing to do.
-        await until_lease(js, offsets, start.target, lambda it: it["renewal"] > 2)
+        # It renews its lease while it has nothing to do.
+        renewed: set[int] = set()
+        async with asyncio.timeout(60):
+            while len(renewed) < 3:
+                found = await lease_of(js, offsets, start.target)
+                assert found is not None
+                renewed.add(found.revision or 0)
+                await asyncio.sleep(0.05)
         await more(start.source, 4, 4)
         assert await outputs(js, start.target, 4) == [1, 2, 3, 4]
         assert not standby.handled
-    finally:
-        active.kill()
-        await active.wait()
     await more(start.source, 5, 5)
     await standby.handles(5)
 
@@ -229,18 +211,18 @@ async def test_workers_of_other_names_and_streams_have_leases_of_their_own(
 
 
 async def test_a_worker_whose_lease_was_taken_stops(
-    js: JetStreamContext, start: Any, more: More, offsets: OffsetStore, monkeypatch: Any
+    js: JetStreamContext, start: Any, more: More, offsets: OffsetStore
 ) -> None:
-    monkeypatch.setattr(lease, "SECONDS", 1)
-    monkeypatch.setattr(worker, "_IDLE", 0.1)
     active = start(standby=True)
     await more(start.source, 1, 1)
     await active.handles(1)
-    taken = {"v": 1, "worker": "another", "seconds": 3600, "renewal": 1}
-    await (await js.key_value(offsets.bucket)).put(lease_key(start.target), json.dumps(taken).encode())
+    taken = json.dumps({"v": 1, "worker": "another"}).encode()
+    await (await js.key_value(offsets.bucket)).put(lease_key(start.target), taken)
     with pytest.raises(errors.FencedError, match="has taken its lease"):
         await asyncio.wait_for(active.task, 60)
-    assert await lease_of(js, offsets, start.target) == taken, "the lease of the other worker stays"
+    found = await lease_of(js, offsets, start.target)
+    assert found is not None
+    assert found.value == taken, "the lease of the other worker stays"
 
 
 async def test_cancelling_a_standby_leaves_nothing(
@@ -260,7 +242,7 @@ async def test_cancelling_a_standby_leaves_nothing(
     await active.handles(2)
     found = await lease_of(js, offsets, start.target)
     assert found is not None
-    assert found["worker"] == held["worker"]
+    assert found.value == held.value
     await active.stop()
     await leak_check.assert_clean()
 
@@ -276,254 +258,189 @@ async def test_the_bucket_is_created(js: JetStreamContext, make_stream: Make, st
         await js.stream_info(f"KV_{plain.offsets.bucket}")
 
 
+async def test_a_bucket_without_ttls_of_keys_is_refused(
+    js: JetStreamContext, make_stream: Make, stream_name: Callable[[], str]
+) -> None:
+    source, target, bucket = await make_stream(3), await make_stream(), stream_name()
+    await js.add_stream(name=f"KV_{bucket}", subjects=[f"$KV.{bucket}.>"], max_msgs_per_subject=1)
+    handled: list[StoredMsg] = []
+
+    def work() -> Awaitable[Processed]:
+        reader = LogReader(js, source, offsets=OffsetStore(js, bucket))
+        return exactly_once(reader, target, handled.append, name="w", prefix=f"{target}.at", standby=True)
+
+    with pytest.raises(errors.StreamConfigMismatchError, match=r"allow_msg_ttl.*enable") as caught:
+        await work()
+    assert caught.value.diff == {"allow_msg_ttl": (True, False)}
+    assert not handled
+    await kvx.enable(await js.key_value(bucket), ttl=True)
+    assert (await work()).inputs == 3
+
+
 async def test_a_foreign_value_of_the_key_is_refused(js: JetStreamContext, start: Any, offsets: OffsetStore) -> None:
     await (await js.key_value(offsets.bucket)).put(lease_key(start.target), b"hello")
     with pytest.raises(ValueError, match="not the lease of a worker"):
         await asyncio.wait_for(start(standby=True).task, 60)
 
 
-@pytest.mark.parametrize("standby", [False, True])
-async def test_a_fenced_worker_that_is_started_again_waits_while_the_other_one_is_alive(
-    js: JetStreamContext, start: Any, connect: Any, more: More, monkeypatch: pytest.MonkeyPatch, standby: bool
-) -> None:
-    """Each start has an inbox prefix of its own; one of them may pass ``standby=True``."""
-    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 3600.0)
-    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.3)
-    first, last = start(js=await connect("_INBOX_1")), 0
+# -- without a lease ------------------------------------------------------------------------------------------------
 
-    async def store() -> int:
-        nonlocal last
-        last += 1
-        await more(start.source, last, last)
-        return last
 
-    await first.handles(await store())
-    second = start(js=await connect("_INBOX.user.2"), standby=standby)
+async def take_over(js: JetStreamContext, start: Any, more: More) -> tuple[Replica, Replica]:
+    """Let a worker take over from another one, which ends; the first message has the sequence 1."""
+    first = start()
+    await more(start.source, 1, 1)
+    await first.handles(1)
+    second = start()
     async with asyncio.timeout(60):
         while not first.task.done():
-            await store()
+            await more(start.source, 0, 0)
             await asyncio.sleep(0.05)
     with pytest.raises(errors.FencedError):
         first.task.result()
-    again = start(js=await connect("_INBOX_3"))
-    for _ in range(10):
-        await second.handles(await store())
-        await asyncio.sleep(0.1)
-    assert not again.handled
+    return first, second
+
+
+@pytest.mark.parametrize("standby", [False, True])
+async def test_a_fenced_worker_that_is_started_again_waits_until_the_take_over_is_old(
+    js: JetStreamContext, start: Any, more: More, standby: bool
+) -> None:
+    _, second = await take_over(js, start, more)
+    begun = time.monotonic()
+    again = start(standby=standby)
+    took_over = (await record_of(js, start.target))["took_over"]
+    async with asyncio.timeout(60):
+        while not second.task.done():
+            await more(start.source, 0, 0)
+            await asyncio.sleep(0.1)
+    with pytest.raises(errors.FencedError):
+        second.task.result()
+    assert time.monotonic() - begun > 5, "it took over from one that had just done so"
+    found = await record_of(js, start.target)
+    assert found["took_over"] >= took_over + 10
+    last = (await js.stream_info(start.source)).state.last_seq
+    await again.handles(last)
+    assert await outputs_are_those_of_inputs(js, start)
+
+
+async def outputs_are_those_of_inputs(js: JetStreamContext, start: Any) -> bool:
+    inputs = [msg.data async for msg in LogReader(js, start.source)]
+    while True:
+        found = [msg.data async for msg in LogReader(js, start.target, subject=f"{start.target}.out")]
+        if len(found) >= len(inputs):
+            return found == inputs
+        await asyncio.sleep(0.05)
+
+
+async def test_a_worker_does_not_wait_for_one_that_has_ended(js: JetStreamContext, start: Any, more: More) -> None:
+    """It was stopped, its handler has raised, or it came to the end of its input; also if it had just taken over."""
+
+    _, second = await take_over(js, start, more)
+    assert "released" not in await record_of(js, start.target)
+    last = (await js.stream_info(start.source)).state.last_seq
+    begun = time.monotonic()
     await second.stop()
-    await again.handles(await store())
-    assert await outputs(js, start.target, last) == list(range(1, last + 1))
-
-
-ID = "A1b2C3d4E5f6G7h8I9j0K1"
-
-
-FORGED: list[tuple[str, Any]] = [
-    *(("inbox", inbox) for inbox in (
-        "$JS.API.STREAM.DELETE.{}", f"$JS.API.STREAM.PURGE.{ID}", f"$JS._INBOX.{ID}", f"{{}}.{ID}", f"{{}}._INBOX.{ID}",
-        f"_INBOX.{ID}.reply", f"_INBOX.*.{ID}", f"_INBOX..{ID}", f"_INBOX.a b.{ID}", f"_INBOX.\u00e9.{ID}",
-        f"_INBOX.\r\nPUB {{}} 0\r\n.{ID}", f"_INBOX.{ID}\n", f"_INBOX.{'x' * 5000}.{ID}", "a b\r\nPUB {} 0\r\n", ">",
-        "", 7,
-    )),
-    ("took_over", "lately"), ("took_over", None),
-]  # fmt: skip
-
-
-async def test_a_worker_sends_nothing_to_a_subject_that_another_program_has_chosen(
-    js: JetStreamContext, nc: Client, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.05)
-    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 0.0)
-    failures: list[str] = []
-    sent: list[str] = []
-
-    async def look(message: Any) -> None:
-        if not message.data:
-            sent.append(message.subject)
-
-    await nc.subscribe(">", cb=look)
-    for number, (field, value) in enumerate((("v", 1), *FORGED), 1):
-        if number > 1:
-            (found,) = await LogReader(js, start.target, subject=f"{start.target}.at.w", start=Last()).read()
-            forged = value.format(start.source) if isinstance(value, str) else value
-            await js.publish(found.subject, json.dumps(json.loads(found.data) | {field: forged}).encode())
-        sent.clear()
-        worker = start()
-        await more(start.source, number, number)
-        await worker.handles(number)
-        await worker.stop()
-        await nc.flush()
-        if field == "inbox" and any(isinstance(value, str) and it in forged for it in sent):
-            failures.append(f"{field}={value!r}: {sent}")
-    assert not failures, "\n".join(failures)
-    assert (await js.stream_info(start.source)).state.messages == 1 + len(FORGED)
-
-
-async def test_the_wait_of_a_restarted_worker_is_bounded(
-    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 1.0)
-    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.3)
-    replicas = []
-    for _ in range(3):
-        replicas.append(start())
-        async with asyncio.timeout(60):
-            while not replicas[-1].handled:
-                count = (await js.stream_info(start.source)).state.last_seq
-                await more(start.source, count + 1, count + 1)
-                await asyncio.sleep(0.05)
-    for fenced in replicas[:-1]:
-        with pytest.raises(errors.FencedError):
-            await asyncio.wait_for(fenced.task, 60)
-
-
-async def test_a_worker_does_not_wait_for_one_that_has_ended(
-    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(takeover, "TAKEOVER_PAUSE", 3600.0)
-    for n in range(1, 6):
+    for n in range(last + 1, last + 4):
         replica = start()
         await more(start.source, n, n)
         await replica.handles(n)
+        assert "took_over" not in await record_of(js, start.target)
         await replica.stop()
 
+    async def broken(message: StoredMsg) -> None:
+        raise ZeroDivisionError
 
-async def test_a_newcomer_takes_over_from_a_worker_that_commits_in_every_round_trip(
-    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
+    await more(start.source, last + 4, last + 4)
+    with pytest.raises(ZeroDivisionError):
+        await start(handler=broken).task
+    assert (await record_of(js, start.target))["released"]
+    done = await exactly_once(
+        LogReader(js, start.source), start.target, lambda _: None, name="w", prefix=f"{start.target}.at"
+    )
+    assert done.inputs == 1
+    assert (await record_of(js, start.target))["released"]
+    assert time.monotonic() - begun < 9
+
+
+async def test_a_release_is_noticed_by_one_that_waits(js: JetStreamContext, start: Any, more: More) -> None:
+    _, second = await take_over(js, start, more)
+    begun = time.monotonic()
+    again = start()
+    await asyncio.sleep(0.5)
+    last = (await js.stream_info(start.source)).state.last_seq
+    await second.stop()
+    await more(start.source, last + 1, last + 1)
+    await again.handles(last + 1)
+    assert time.monotonic() - begun < 8
+
+
+@pytest.mark.parametrize("seconds", [-7.0, 1e6])
+async def test_the_wait_for_an_old_take_over_is_bounded(
+    js: JetStreamContext, start: Any, more: More, seconds: float
 ) -> None:
-    monkeypatch.setattr(takeover, "_ALIVE_AFTER", 0.1)
-    monkeypatch.setattr(takeover, "_YIELD_SECONDS", 1.0)
-    newcomer, publish, stored = js._nc.jetstream(timeout=29), js.publish, asyncio.Event()
+    """Times are those of leaders, whose clocks may differ, and any program may write the record."""
+    await exactly_once(LogReader(js, start.source), start.target, lambda _: None, name="w", prefix=f"{start.target}.at")
+    record = await record_of(js, start.target)
+    del record["released"]
+    record["took_over"] = int(time.time() + seconds)
+    await js.publish(f"{start.target}.at.w", json.dumps(record).encode())
+    begun = time.monotonic()
+    replica = start()
+    await more(start.source, 1, 1)
+    await replica.handles(1)
+    assert 1 < time.monotonic() - begun < 30
+    assert abs((await record_of(js, start.target))["took_over"] - time.time()) < 60
 
-    async def commit(subject: str, *arguments: Any, **options: Any) -> Any:
-        ack = await publish(subject, *arguments, **options)
-        stored.set()
-        return ack
 
-    async def claim(subject: str, *arguments: Any, **options: Any) -> Any:
-        """Arrive behind another commit, unless the other worker makes room."""
-        stored.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stored.wait(), 0.3)
-        return await publish(subject, *arguments, **options)
-
+async def test_a_newcomer_takes_over_from_a_worker_that_commits_without_pause(
+    js: JetStreamContext, start: Any, more: More
+) -> None:
     async def none(message: StoredMsg) -> None:
         handled.append(message.seq)
-        await asyncio.sleep(0.01)
 
-    def work(js: JetStreamContext) -> asyncio.Task[Processed]:
-        reader = LogReader(js, start.source)
-        running = exactly_once(reader, start.target, none, name="w", prefix=f"{start.target}.at", max_messages=1)
+    def work() -> asyncio.Task[Processed]:
+        running = exactly_once(
+            LogReader(js, start.source), start.target, none, name="w", prefix=f"{start.target}.at", max_messages=1
+        )
         return asyncio.ensure_future(running)
 
     handled: list[int] = []
-    replace_publish(monkeypatch, js, commit)
-    replace_publish(monkeypatch, newcomer, claim)
-    await more(start.source, 1, 1000)
-    active, other = work(js), None
+    await more(start.source, 1, 20_000)
+    active = work()
+    while len(handled) < 5:
+        await asyncio.sleep(0.01)
+    other = work()
     try:
-        async with asyncio.timeout(120):
-            while len(handled) < 5:
-                await asyncio.sleep(0.01)
-            other = work(newcomer)
-            with pytest.raises(errors.FencedError):
-                await active
-        assert len(handled) < 1000, "it ended before its input did"
+        with pytest.raises(errors.FencedError):
+            await asyncio.wait_for(active, 60)
+        assert len(handled) < 20_000, "it ended before its input did"
     finally:
-        running = [task for task in (active, other) if task is not None]
-        for task in running:
+        for task in (active, other):
             task.cancel()
-        await asyncio.wait(running)
+        await asyncio.wait([active, other])
 
 
-class Leases:
-    """Two workers, whose leases of an hour only the test renews, and the server's clock; `standby` waits for `alive`."""
+async def test_a_newcomer_that_comes_too_late_each_time_says_so(
+    js: JetStreamContext, server: NatsServer, start: Any, more: More
+) -> None:
+    async def none(message: StoredMsg) -> None:
+        handled.append(message.seq)
 
-    def __init__(self, js: JetStreamContext, clock: VirtualClock, patch: pytest.MonkeyPatch) -> None:
-        self.clock = clock
-        self.looks = 0  # of the standby at the bucket
-        self.alive, self.standby = (self.lease(js, holder, patch) for holder in "ab")
-        self.look = self.standby._bucket.unchecked_state
-        patch.setattr(self.standby._bucket, "unchecked_state", self.counted)
-
-    @staticmethod
-    def lease(js: JetStreamContext, holder: str, patch: pytest.MonkeyPatch) -> Lease:
-        bucket = Bucket(open_bucket(js, "B"), 30)
-        lease = Lease(bucket, "leases.k", holder=holder, name=holder, patience=30, seconds=3600)
-        patch.setattr(lease, "_renew", lambda writer: asyncio.Event().wait())
-        return lease
-
-    async def counted(self) -> Any:
-        self.looks += 1
-        return await self.look()
-
-    async def renew(self) -> None:
-        """Renew the lease of `alive`, as its task does."""
-        assert self.alive._writer is not None
-        try:
-            await self.alive._writer.store([], self.alive._encode())
-        except RecordMovedError:
-            assert await self.alive._take(self.alive._writer)
-
-    async def looked(self) -> None:
-        """Return when the standby has looked at the bucket after this call."""
-        until = self.looks + 3
-        async with asyncio.timeout(60):
-            while self.looks < until:
-                await asyncio.sleep(0.01)
-
-
-@contextlib.asynccontextmanager
-async def two_leases(monkeypatch: pytest.MonkeyPatch, own_ttls: bool) -> AsyncIterator[Leases]:
-    clock = VirtualClock()
-    async with ReferenceServer(clock=clock) as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream(timeout=30)
-        await js.add_stream(name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_msg_ttl=own_ttls)
-        found = Leases(js, clock, monkeypatch)
-        try:
-            await found.alive.acquire()
-            yield found
-        finally:
-            await found.standby.release()
-            await found.alive.release()
-            await nc.close()
-
-
-async def lease_that_ended(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, counted = leases.clock, leases.counted
-    waits, back = asyncio.Event(), asyncio.Event()
-    back.set()
-
-    async def look() -> Any:
-        if not back.is_set():
-            waits.set()
-            await back.wait()
-        return await counted()
-
-    monkeypatch.setattr(leases.standby._bucket, "unchecked_state", look)
-    waiting = asyncio.ensure_future(leases.standby.acquire())
-    await leases.looked()
-    back.clear()
-    await asyncio.wait_for(waits.wait(), 60)
-    clock.advance(5000)
-    back.set()
-    await leases.looked()
-    assert not waiting.done(), "the standby took over from a worker that could not renew its lease"
-    clock.advance(1100)
-    await leases.looked()
-    assert not waiting.done()
-    await leases.renew()
-    for seconds in (0, 2500, 1000):
-        clock.advance(seconds)
-        await leases.looked()
-        assert not waiting.done()
-    clock.advance(200)
-    await asyncio.wait_for(waiting, 60)
-
-
-async def test_a_lease_that_ended_while_the_server_was_away_can_be_renewed_first() -> None:
-    for own_ttls in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            async with two_leases(patch, own_ttls) as leases:
-                await lease_that_ended(leases, patch)
+    handled: list[int] = []
+    await more(start.source, 1, 20_000)
+    options: dict[str, Any] = {"name": "w", "prefix": f"{start.target}.at", "max_messages": 1}
+    active = asyncio.ensure_future(exactly_once(LogReader(js, start.source), start.target, none, **options))
+    async with (
+        Proxy(int(server.url.rpartition(":")[2])) as proxy,
+        await nats.connect(proxy.url, connect_timeout=10) as nc,
+    ):
+        while len(handled) < 5:
+            await asyncio.sleep(0.01)
+        proxy.delay = 0.3
+        reader = LogReader(nc.jetstream(timeout=30), start.source)
+        with pytest.raises(errors.RequestTimeoutError, match="before each attempt to take over"):
+            await exactly_once(reader, start.target, none, patience=3, **options)
+        proxy.delay = 0.0
+    assert not active.done()
+    active.cancel()
+    await asyncio.wait([active])

@@ -11,24 +11,23 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, errors
-from jetstream_ext.log import First, Last, LogReader, New, OffsetStore, Seq, Stored, StoredOffset, Time, exactly_once
-from jetstream_ext.log import reader as reader_module
+from jetstream_ext.log import (
+    First,
+    Last,
+    LogReader,
+    New,
+    OffsetStore,
+    Seq,
+    Stored,
+    StoredOffset,
+    Time,
+    exactly_once,
+)
 from jetstream_ext.testing import ReferenceServer, Unavailable
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
 MakeStore = Callable[..., Awaitable[OffsetStore]]
-
-
-@pytest.fixture(autouse=True)
-def no_leader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail a test whose reader asks a leader."""
-
-    async def refuse(*arguments: Any) -> Any:
-        raise AssertionError("the reader asked a leader")
-
-    for name in ("stream_state", "get_at_leader", "first_since"):
-        monkeypatch.setattr(reader_module, name, refuse)
 
 
 async def seqs(reader: LogReader) -> list[int]:
@@ -37,22 +36,27 @@ async def seqs(reader: LogReader) -> list[int]:
 
 @pytest.mark.parametrize("subject", [None, "1"])
 async def test_it_reads_to_the_end_and_continues_there(
-    js: JetStreamContext, make_stream: Make, more: More, monkeypatch: pytest.MonkeyPatch, subject: str | None
+    js: JetStreamContext,
+    make_stream: Make,
+    more: More,
+    wire: Any,
+    subject: str | None,
 ) -> None:
-    monkeypatch.setattr(reader_module, "_GROUP", 7)
-    name = await make_stream(50)
+    name = await make_stream(5000)
     await js.delete_msg(name, 4)
-    reader = LogReader(js, name, confirm=False, subject=subject and f"{name}.{subject}")
+    reader = LogReader(wire.js, name, confirm=False, subject=subject and f"{name}.{subject}")
 
     def wanted(first: int, last: int) -> list[int]:
         return [n for n in range(first, last + 1) if n != 4 and (subject is None or n % 3 == 1)]
 
     assert await reader.open() == 1
-    assert await seqs(reader) == wanted(1, 50)
-    assert reader.position == wanted(1, 50)[-1] + 1
-    await more(name, 51, 60)
-    assert await seqs(reader) == wanted(51, 60)
+    assert await seqs(reader) == wanted(1, 5000)
+    assert reader.position == wanted(1, 5000)[-1] + 1
+    await more(name, 5001, 5010)
+    assert await seqs(reader) == wanted(5001, 5010)
     assert reader.created is None
+    assert await reader.lag() == 0
+    assert set(wire.requests) == {"DIRECT.GET"}, "no request is for a leader"
 
 
 STARTS: dict[str, tuple[Callable[[datetime], Any], str | None, int]] = {
@@ -70,13 +74,16 @@ STARTS: dict[str, tuple[Callable[[datetime], Any], str | None, int]] = {
 }
 
 
-async def test_every_start_is_found_by_direct_gets(js: JetStreamContext, make_stream: Make, more: More) -> None:
+async def test_every_start_is_found_by_direct_gets(
+    js: JetStreamContext, make_stream: Make, more: More, wire: Any
+) -> None:
     name = await make_stream(10)
     half = (await jsx.DirectGet(js, name).get(10)).time + timedelta(microseconds=1)
     await more(name, 11, 20)
     for kind, (start, subject, position) in STARTS.items():
-        reader = LogReader(js, name, start=start(half), subject=subject and f"{name}.{subject}", confirm=False)
+        reader = LogReader(wire.js, name, start=start(half), subject=subject and f"{name}.{subject}", confirm=False)
         assert await reader.open() == position, kind
+    assert set(wire.requests) == {"DIRECT.GET"}, "no request is for a leader"
 
 
 async def test_an_empty_stream_is_read_from_its_next_message(

@@ -42,7 +42,7 @@ async def test_a_worker_runs_to_the_end_and_continues_there(
 ) -> None:
     source, target = await make_stream(250), await make_stream()
     done = await work(LogReader(js, source), target, doubled(target))
-    assert done == Processed(inputs=250, outputs=250, commits=4, position=251)
+    assert done == Processed(inputs=250, outputs=250, commits=5, position=251)
     assert await outputs(js, target) == [b"%d" % (2 * n) for n in range(1, 251)]
     found = await stored_position(js, target)
     assert (found["v"], found["stream"], found["seq"]) == (1, source, 251)
@@ -101,7 +101,24 @@ async def test_a_grouped_handler_gets_the_inputs_of_a_commit(js: JetStreamContex
 
     done = await work(LogReader(js, source), target, total, grouped=True, max_messages=10)
     assert await outputs(js, target) == [b"55", b"155", b"115"]
-    assert (done.inputs, done.outputs, done.commits) == (25, 3, 4)
+    assert (done.inputs, done.outputs, done.commits) == (25, 3, 5)
+
+
+async def test_outputs_are_stored_before_the_next_input_is_handled_with_one_input_in_a_commit(
+    js: JetStreamContext, make_stream: Make
+) -> None:
+    source, target = await make_stream(5), await make_stream()
+    expected = 0
+
+    async def handler(msg: StoredMsg) -> BatchMessage:
+        nonlocal expected
+        found = [it.seq async for it in LogReader(js, target, subject=f"{target}.out")]
+        assert len(found) == msg.seq - 1
+        expected = found[-1] if found else 0
+        return BatchMessage(f"{target}.out", msg.data, expected_last_subject_seq=expected)
+
+    done = await work(LogReader(js, source), target, handler, max_messages=1)
+    assert (done.inputs, done.outputs) == (5, 5)
 
 
 async def test_the_position_moves_over_messages_that_the_filter_excludes(
@@ -125,7 +142,9 @@ async def test_a_start_that_depends_on_the_moment_is_pinned(
     assert (done.inputs, done.position) == (2, 13)
 
 
-async def test_a_failed_handler_ends_the_worker_without_a_commit(js: JetStreamContext, make_stream: Make) -> None:
+async def test_a_failed_handler_ends_the_worker_behind_the_inputs_before(
+    js: JetStreamContext, make_stream: Make
+) -> None:
     source, target = await make_stream(30), await make_stream()
 
     def handler(msg: StoredMsg) -> BatchMessage:
@@ -135,7 +154,7 @@ async def test_a_failed_handler_ends_the_worker_without_a_commit(js: JetStreamCo
 
     with pytest.raises(ZeroDivisionError):
         await work(LogReader(js, source), target, handler, max_messages=10)
-    assert len(await outputs(js, target)) == 20
+    assert len(await outputs(js, target)) == 24
     await work(LogReader(js, source), target, doubled(target))
     assert await outputs(js, target) == [b"%d" % (2 * n) for n in range(1, 31)]
 

@@ -30,9 +30,8 @@ from jetstream_ext.columns import NANOSECONDS, Columns
 from jetstream_ext.errors import BadHeaderError, JetStreamExtError, ResponseError
 from jetstream_ext.kv import entries as kv_entries
 from jetstream_ext.kv.entries import never_expires, ttl_of
-from jetstream_ext.kv.history import Past, ResolvedRevision
-from jetstream_ext.kv.limits import RECORD, drops_oldest, known_since
-from jetstream_ext.log.lease import Lease
+from jetstream_ext.kv.history import RECORD, Past, ResolvedRevision, drops_oldest, known_since
+from jetstream_ext.log.liveness import Lease
 from jetstream_ext.log.offsets import StoredOffset
 from jetstream_ext.protocol import api, frames, outcome
 from jetstream_ext.protocol import headers as h
@@ -60,6 +59,7 @@ from jetstream_ext.protocol.range_read import (
     Wait,
 )
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Scan
+from jetstream_ext.protocol.records import Record
 from jetstream_ext.protocol.table import Content
 from jetstream_ext.types import BatchMessage, GapMode
 
@@ -176,9 +176,17 @@ ADVISORY: Final = Document(
 )
 OFFSET: Final = Document({"v": 1, "stream": "S", "created": "2026-01-01T00:00:00Z", "seq": 5, "writer": "w"})
 POSITION: Final = Document(
-    {"v": 1, "stream": "S", "created": "", "seq": 5, "worker": "w", "commit": 3, "inbox": "_INBOX.a", "took_over": 17}
+    {
+        "v": 1,
+        "stream": "S",
+        "seq": 5,
+        "writer": "w",
+        "number": 3,
+        "failed": {"seq": 5, "attempts": 2, "error": "e"},
+        "took_over": 17,
+    }
 )
-LEASE: Final = Document({"v": 1, "worker": "w", "seconds": 10, "renewal": 4})
+LEASE: Final = Document({"v": 1, "worker": "w"})
 SERVER: Final = Document({
     "server_id": "N", "server_name": "n1", "version": "2.15.1", "max_payload": 1 << 20, "api_lvl": 4, "domain": "hub",
 })  # fmt: skip
@@ -651,22 +659,22 @@ def read_answers(m: Mutator) -> int:
 
 def read_stored_values(m: Mutator) -> int:
     """What readers and workers keep in messages that others can write."""
-    lease = Lease(cast(Any, SimpleNamespace(name="B")), "k", holder="h", name="w", patience=1)
+    lease = Lease(cast(Any, SimpleNamespace(name="B", timeout=1)), "k", name="w", patience=1)
     for _ in range(4):
-        for document in (OFFSET, POSITION):
+        for decode, document in ((partial(StoredOffset.decode, "n", revision=5), OFFSET), (Record.decode, POSITION)):
             try:
-                offset = StoredOffset.decode("n", m.document(document), 5)
+                position = decode(data=m.document(document))
             except ValueError as error:
                 require("is not a position" in str(error), f"another error: {error}")
             else:
-                require(1 <= offset.seq <= LARGEST, "a position is out of range")
+                require(1 <= position.seq <= LARGEST, "a position is out of range")
         found = StoredMsg(stream="S", subject="s", seq=1, data=m.document(LEASE))
         try:
-            _, seconds = lease._decode(found)
+            holder = lease._holder_of(found)
         except ValueError as error:
             require("is not the lease of a worker" in str(error), f"another error: {error}")
         else:
-            timedelta(seconds=seconds)
+            require(isinstance(holder, str), "the holder is no text")
     return 12
 
 

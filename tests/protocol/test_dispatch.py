@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.direct import StoredMsg, size_of
-from jetstream_ext.protocol.dispatch import TURN_MESSAGES, TURN_READS, Dispatcher, Fed, Read
+from jetstream_ext.protocol.dispatch import TURN_MESSAGES, TURN_READS, Dispatcher, Read
 from jetstream_ext.protocol.partitions import Partitioner
 
 
@@ -61,7 +61,7 @@ def seqs(messages: Iterable[StoredMsg]) -> list[int]:
     return [it.seq for it in messages]
 
 
-def feed_next(dispatcher: Dispatcher, stream: Stream) -> Fed:
+def feed_next(dispatcher: Dispatcher, stream: Stream) -> set[int]:
     read = dispatcher.next_read()
     assert read is not None
     return dispatcher.feed(*stream.read(read.start, read.max_messages))
@@ -83,7 +83,7 @@ class TestFeed:
         dispatcher.add(0, 1)
         given = []
         while read := dispatcher.next_read():
-            if not dispatcher.feed(*stream.read(read.start, read.max_messages)).given:
+            if not dispatcher.feed(*stream.read(read.start, read.max_messages)):
                 break
             given.append(seqs(dispatcher.take(0, 9)))
         assert given == [[1, 2], [3], [4, 5]]
@@ -94,7 +94,7 @@ class TestFeed:
         for begin, end in ((1, 5), (6, 9), (5, 4)):
             with pytest.raises(ValueError, match="the messages were not read from the sequences"):
                 dispatcher.feed([message(5, 0)], begin, end)
-        assert not dispatcher.has_messages
+        assert dispatcher.take_any() is None
         assert dispatcher.position(0) == 1
 
     def test_a_message_without_a_partition_changes_nothing(self) -> None:
@@ -103,7 +103,9 @@ class TestFeed:
         bad = [StoredMsg(stream="S", subject=subject, seq=seq) for seq, subject in enumerate(("a.b", "a"), 1)]
         with pytest.raises(BadSubjectError, match="sequence 2"):
             dispatcher.feed(bad, 1, 3)
-        assert (dispatcher.has_messages, dispatcher.position(0), dispatcher.wanted()) == (False, 1, 1)
+        read = dispatcher.next_read()
+        assert read is not None
+        assert (dispatcher.take_any(), dispatcher.position(0), read.start) == (None, 1, 1)
 
 
 class TestTake:
@@ -192,12 +194,10 @@ def run_pipeline(
         if (read := dispatcher.next_read()) is not None:
             dispatcher.feed(*stream.read(read.start, read.max_messages))
         for partition in range(partitions):
-            due[partition] = (
-                due[partition] + rate(partition) * rng.random() * 2 if dispatcher.pending(partition) else 0.0
-            )
+            due[partition] += rate(partition) * rng.random() * 2
             found = len(dispatcher.take(partition, int(due[partition])))
             taken[partition] += found
-            due[partition] -= int(due[partition])
+            due[partition] = due[partition] - found if found == int(due[partition]) else 0.0
         if sum(taken[1:]) == count - count // partitions and taken[0] < count // partitions:
             break  # the slow one is alone now
     return stream.count, sum(taken), taken
@@ -216,7 +216,7 @@ class TestCost:
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(
-            ("store", "store", "read", "read", "read", "take", "take", "take_any", "add", "remove", "under way")
+            ("store", "store", "read", "read", "read", "take", "take", "take_any", "add", "remove", "part", "under way")
         ),
         st.integers(0, 3),
         st.integers(0, 40),
@@ -227,46 +227,66 @@ STEPS = st.lists(
 
 
 @settings(max_examples=150)
-@given(STEPS, st.integers(1, 12), st.integers(1, 400), st.integers(1, 30))
+@given(STEPS, st.integers(1, 12), st.integers(1, 400), st.integers(1, 30), st.booleans())
 def test_each_partition_takes_its_messages_in_order_once(
-    steps: list[tuple[str, int, int]], buffer: int, buffer_bytes: int, chunk: int
+    steps: list[tuple[str, int, int]], buffer: int, buffer_bytes: int, chunk: int, filtered: bool
 ) -> None:
-    woken = list[int]()
+    woken = list[bool]()
     stream = Stream()
-    dispatcher = Dispatcher(partitions_of, buffer=buffer, buffer_bytes=buffer_bytes, wake=lambda: woken.append(1))
+    dispatcher = Dispatcher(
+        partitions_of, buffer=buffer, buffer_bytes=buffer_bytes, filtered=filtered, wake=woken.append
+    )
     stream.store(0)
     begun: dict[int, int] = dict.fromkeys(range(4), 1)
     taken: dict[int, list[int]] = {number: [] for number in begun}
     for number in begun:
         dispatcher.add(number, 1)
-    under_way: tuple[list[StoredMsg], int, int] | None = None
-    owned_then: set[int] = set()
+    # Reads that end after other steps: for all, and for one that was alone.
+    under_way: list[tuple[tuple[list[StoredMsg], int, int], int | None]] = []
+
+    def owned() -> list[int]:
+        return [number for number in range(4) if number in dispatcher]
 
     def check() -> None:
-        for number in dispatcher:
+        assert dispatcher.owned == len(owned())
+        for number in owned():
             position, state = dispatcher.position(number), dispatcher._owned[number]
             assert taken[number] == stream.of(number, begun[number], position)
             assert stream.of(number, position, state.next) == seqs(state.queue)
             assert state.size == sum(size_of(it) for it in state.queue)
             assert len(state.queue) <= buffer
             assert not state.queue or state.size - size_of(state.queue[-1]) < buffer_bytes
-            assert dispatcher.pending(number) == bool(state.queue)
-        owned = [dispatcher._owned[number] for number in dispatcher]
-        one_is_full = any(it.is_full for it in owned)
-        waiting = [it.next for it in owned if not it.is_full and not (one_is_full and len(it.queue) > buffer // 4)]
-        assert (dispatcher.wanted() in waiting) if waiting else dispatcher.wanted() is None
-        assert dispatcher.has_messages == any(map(dispatcher.pending, dispatcher))
+            assert filtered or not state.alone
+            alone = state.alone and not state.is_full and len(state.queue) <= buffer // 4
+            assert (dispatcher.next_read_of(number) is not None) == alone
+        together = [it for number in owned() if not (it := dispatcher._owned[number]).alone]
+        one_is_full = any(it.is_full for it in together)
+        waiting = [it.next for it in together if not it.is_full and not (one_is_full and len(it.queue) > buffer // 4)]
+        read = dispatcher.next_read()
+        assert (read is not None and read.start in waiting) if waiting else read is None
 
-    def feed(messages: list[StoredMsg], begin: int, end: int, only: set[int] | None = None) -> None:
-        before = {number: (dispatcher.position(number), len(dispatcher._owned[number].queue)) for number in dispatcher}
-        fed = dispatcher.feed(messages, begin, end, only=only)
-        assert fed.moved == {number for number in dispatcher if dispatcher.position(number) != before[number][0]}
-        assert fed.given == {
-            number for number in dispatcher if len(dispatcher._owned[number].queue) != before[number][1]
-        }
+    def feed(read: tuple[list[StoredMsg], int, int], alone: int | None = None) -> None:
+        before = {number: len(dispatcher._owned[number].queue) for number in owned()}
+        given = dispatcher.feed(*read, alone=alone)
+        assert given == {number for number in owned() if len(dispatcher._owned[number].queue) != before[number]}
+
+    def read_all() -> bool:
+        """Read once for each partition that is alone, and for the others; return whether there was anything to read."""
+        idle = True
+        for number in dispatcher.alone:
+            if (read := dispatcher.next_read_of(number)) is not None:
+                idle = False
+                found = stream.read(read.start, min(chunk, read.max_messages), {number})
+                feed(found, number)
+                if found[2] > stream.last_seq:
+                    dispatcher.join(number)
+        if (read := dispatcher.next_read()) is not None:
+            idle = idle and read.start > stream.last_seq
+            feed(stream.read(read.start, min(chunk, read.max_messages)))
+        return not idle
 
     for step, number, amount in steps:
-        waits = dispatcher.next_read() is None
+        waits = dispatcher.next_read() is None, [each for each in dispatcher.alone if not dispatcher.next_read_of(each)]
         woken.clear()
         if step == "store":
             stream.store(number, size=amount * 3, removed=amount % 3)
@@ -275,13 +295,14 @@ def test_each_partition_takes_its_messages_in_order_once(
             dispatcher.add(number, 1 + amount)
         elif step == "remove":
             dispatcher.remove(number)
-        elif step == "under way":  # a read that ends after other steps, of the partitions that are owned now
-            if under_way is not None:
-                feed(*under_way, only=owned_then)
-            owned_then = set(dispatcher)
-            under_way = stream.read(1 + amount, chunk, owned_then)
-        elif step == "read" and (read := dispatcher.next_read()) is not None:
-            feed(*stream.read(read.start, min(chunk, read.max_messages)))
+        elif step == "part":
+            dispatcher.part()
+        elif step == "under way":
+            for read in under_way:
+                feed(*read)
+            under_way = [(stream.read(1 + amount, chunk), None), (stream.read(1 + amount, chunk, {number}), number)]
+        elif step == "read":
+            read_all()
         elif step == "take":
             found = seqs(dispatcher.take(number, amount // 5))
             assert len(found) <= amount // 5
@@ -289,16 +310,14 @@ def test_each_partition_takes_its_messages_in_order_once(
         elif step == "take_any" and (one := dispatcher.take_any()) is not None:
             taken[one[0]].append(one[1].seq)
         check()
-        assert not waits or woken or dispatcher.next_read() is None, "a reader that waits is woken"
+        if step != "read":
+            assert not waits[0] or False in woken or dispatcher.next_read() is None, "a reader that waits is woken"
+            assert True in woken or not any(map(dispatcher.next_read_of, waits[1])), "also of one that is alone"
 
     for _ in range(10_000):  # and nothing is left in the end
-        if all(dispatcher.position(each) > stream.last_seq for each in dispatcher):
+        if all(dispatcher.position(each) > stream.last_seq for each in owned()):
             break
-        if (read := dispatcher.next_read()) is not None:
-            feed(*stream.read(read.start, min(chunk, read.max_messages)))
-        elif (one := dispatcher.take_any()) is not None:
-            taken[one[0]].append(one[1].seq)
-        if not dispatcher.wanted() or dispatcher.wanted() > stream.last_seq:
+        if not read_all():
             while (one := dispatcher.take_any()) is not None:
                 taken[one[0]].append(one[1].seq)
         check()

@@ -1,33 +1,34 @@
 """What one member of a group does, event by event."""
 
+import itertools
+
 from cells import walk
 
-from jetstream_ext.protocol.membership import RETRY, Claim, Lose, Membership, Owner, Release, Revoke
+from jetstream_ext.protocol.membership import (
+    CLAIMING,
+    FREE,
+    LAPSED,
+    OWNED,
+    RELEASING,
+    RETRY,
+    REVOKING,
+    TABLE,
+    Do,
+    Event,
+    Membership,
+    Owner,
+    Phase,
+)
 from jetstream_ext.protocol.partitions import assign
 
 TTL, MARGIN = 9.0, 0.9
 
 
-def claims(machine: Membership, now: float) -> dict[int, int]:
-    """Return the partitions that are to be claimed, with their attempts; nothing else may be due."""
-    actions = machine.due(now)
-    found = {it.partition: it.attempt for it in actions if isinstance(it, Claim)}
-    assert len(found) == len(actions)
-    return found
-
-
-def releases(machine: Membership, now: float) -> dict[int, int]:
-    actions = machine.due(now)
-    found = {it.partition: it.attempt for it in actions if isinstance(it, Release)}
-    assert len(found) == len(actions)
-    return found
-
-
-def revokes(machine: Membership, now: float) -> dict[int, int]:
-    """Return the partitions that are to be revoked, with the attempts that have claimed them; nothing else may be due."""
-    [action] = machine.due(now)
-    assert isinstance(action, Revoke)
-    return dict(action.attempts)
+def due(machine: Membership, now: float, do: Do) -> tuple[int, ...]:
+    """Return the partitions of what is due; nothing else may be."""
+    [(found, numbers)] = machine.due(now)
+    assert found is do
+    return numbers
 
 
 def member(partitions: int = 2, *, alive: tuple[str, ...] = ("me",), renewed: float = 0.0) -> Membership:
@@ -40,20 +41,73 @@ def member(partitions: int = 2, *, alive: tuple[str, ...] = ("me",), renewed: fl
 def owning(partitions: int = 2) -> Membership:
     """A member that owns every partition, by records of the revisions 21, 22 …"""
     machine = member(partitions)
-    for number, attempt in claims(machine, 0.0).items():
-        assert machine.claimed(number, attempt, 21 + number, 0.1)
+    for number in due(machine, 0.0, Do.CLAIM):
+        assert machine.claimed(number, 21 + number, 0.1)
     return machine
 
 
-def owned_by(*ids: str, revision: int = 21) -> dict[int, Owner]:
-    return {number: Owner(owner, revision + number) for number, owner in enumerate(ids)}
+# A member that gets the only partition of a group of two members.
+OTHER = next(name for name in map(str, range(99)) if assign({"me", name}, 1)[name])
 
 
-def join(machine: Membership, *others: str, revision: int = 30) -> set[int]:
-    """Let others join; return the partitions that they get."""
-    alive = {"me", *others}
-    machine.see(alive, (), owned_by("me", "me"), revision)
-    return set(range(2)) - set(assign(alive, 2)["me"])
+def in_phase(phase: Phase) -> Membership:
+    """Return a member of a group of one partition, which is in this phase; it is assigned to `OTHER` unless it is claimed."""
+    if phase is FREE:
+        return member(1, alive=("me", OTHER))
+    if phase in (CLAIMING, LAPSED):
+        machine = member(1)
+        assert due(machine, 0.0, Do.CLAIM) == (0,)
+        if phase is LAPSED:
+            machine.renewed(TTL, TTL)
+        return machine
+    machine = owning(1)
+    if phase is not OWNED:
+        machine.see({"me", OTHER}, (), {}, 30)
+        assert due(machine, 1.0, Do.REVOKE) == (0,)
+        if phase is RELEASING:
+            machine.handed_over(0)
+            assert due(machine, 1.0, Do.RELEASE) == (0,)
+    return machine
+
+
+def happen(machine: Membership, event: Event, now: float) -> None:
+    match event:
+        case Event.ASSIGNED:
+            machine.see({"me"}, (), {}, 40)
+            machine.due(now)
+        case Event.REASSIGNED:
+            machine.see({"me", OTHER}, (), {}, 40)
+            machine.due(now)
+        case Event.LEFT_OVER:
+            machine.see({"me", OTHER}, (), {0: Owner("me", 39)}, 40)
+            machine.due(now)
+        case Event.CLAIMED:
+            machine.claimed(0, 40, now)
+        case Event.HANDED_OVER:
+            machine.handed_over(0)
+        case Event.RELEASED:
+            machine.released(0, 40)
+        case Event.FAILED:
+            machine.failed(0, now)
+        case Event.KEY_ENDED:
+            machine.renewed(2 * TTL, 3 * TTL)
+        case Event.TAKEN:
+            machine.fenced(0, now)
+
+
+def test_the_table() -> None:
+    """Each event leads where the table says, and what the member worked on is lost if its key ends or another one takes it."""
+    assert TABLE.keys() == set(Event)
+    for (event, row), phase in itertools.product(TABLE.items(), Phase):
+        if (event, phase) == (Event.LEFT_OVER, OWNED):
+            continue  # then it is reassigned
+        machine = in_phase(phase)
+        assert machine.phase(0) is phase
+        happen(machine, event, machine.valid_until - 1.0)
+        assert machine.phase(0) is (row[list(Phase).index(phase)] or phase), f"{event} in {phase}"
+        if event in (Event.KEY_ENDED, Event.TAKEN):
+            lost = [numbers for do, numbers in machine.due(machine.valid_until - 0.5) if do is Do.LOSE]
+            assert lost == ([(0,)] if phase in (OWNED, REVOKING) else []), f"{event} in {phase}"
 
 
 class TestClaiming:
@@ -64,7 +118,8 @@ class TestClaiming:
         machine.renewed(5.0, 5.0)
         assert not machine.is_valid(5.0 + TTL - MARGIN)
         assert machine.due(5.0 + TTL - MARGIN) == []
-        assert list(claims(machine, 5.0 + TTL - MARGIN - 0.01)) == [0, 1]
+        machine.renewed(15.0, 15.0)
+        assert due(machine, 15.0 + TTL - MARGIN - 0.01, Do.CLAIM) == (0, 1)
 
     @walk(
         "owner, may",
@@ -78,62 +133,75 @@ class TestClaiming:
         ],
     )
     def test_what_may_be_claimed(self, owner: Owner | None, may: bool) -> None:
-        assert member(alive=("me", "alive")).may_claim(owner) is may
+        machine = member(1, alive=("me",))
+        assert not machine.may_claim(0, owner), "it is not being claimed"
+        assert due(machine, 0.0, Do.CLAIM) == (0,)
+        machine.see(("me", "alive"), (), {}, 10)
+        assert machine.may_claim(0, owner) is may
 
     def test_a_claim_whose_answer_comes_too_late_is_no_ownership(self) -> None:
         machine = member(1)
-        assert not machine.claimed(0, claims(machine, 0.0)[0], 11, TTL)
-        assert machine.owned == ()
+        assert due(machine, 0.0, Do.CLAIM) == (0,)
+        assert not machine.claimed(0, 11, TTL)
+        assert machine.phase(0) is FREE
         machine.renewed(TTL, TTL)
         machine.see({"me"}, (), {0: Owner("me", 11)}, 12)
-        assert list(claims(machine, TTL + 1)) == [0]
+        assert due(machine, TTL + 1, Do.CLAIM) == (0,)
 
-    def test_the_result_of_an_older_attempt_changes_nothing(self) -> None:
+    def test_a_claim_is_answered_before_the_next_one_begins(self) -> None:
+        """Also if the key has ended and was stored again meanwhile."""
         machine = member(1)
-        old = claims(machine, 0.0)[0]
-        assert machine.due(TTL) == [Lose((0,))]
+        assert due(machine, 0.0, Do.CLAIM) == (0,)
         machine.renewed(TTL, TTL)
-        new = claims(machine, TTL)[0]
-        machine.failed(0, old, TTL)
-        assert machine.claimed(0, new, 12, TTL)
-        assert not machine.claimed(0, old, 11, TTL)
-        machine.failed(0, old, TTL)
-        assert machine.owned == (0,)
-        assert machine.holds(0, 12)
+        assert machine.due(TTL) == []
+        assert not machine.may_claim(0, None)
+        assert not machine.claimed(0, 11, TTL)
+        assert due(machine, TTL, Do.CLAIM) == (0,)
+        assert machine.claimed(0, 12, TTL)
 
-    def test_a_new_group_is_claimed_completely(self) -> None:
-        machine = member()
-        attempts = claims(machine, 0.0)
-        assert list(attempts) == [0, 1]
-        assert machine.due(0.0) == []
-        assert machine.claimed(0, attempts[0], 11, 0.1)
-        assert machine.owned == (0,)
-        assert machine.holds(0, 11)
-        assert not machine.holds(0, 10)
+    def test_a_claim_that_failed_is_tried_again(self) -> None:
+        machine = member(1)
+        assert due(machine, 0.0, Do.CLAIM) == (0,)
+        machine.failed(0, 1.0)
+        assert machine.due(1.0) == []
+        assert machine.wake_at(1.0) == 1.0 + RETRY
+        assert due(machine, 1.0 + RETRY, Do.CLAIM) == (0,)
 
 
 class TestHandingOver:
+    def test_to_a_member_that_joins(self) -> None:
+        machine = owning()
+        machine.see({"me", "other"}, (), {n: Owner("me", 21 + n) for n in range(2)}, 30)
+        theirs = tuple(assign({"me", "other"}, 2)["other"])
+        assert due(machine, 1.0, Do.REVOKE) == theirs
+        assert machine.due(1.0) == []
+        machine.handed_over(theirs[0])
+        assert due(machine, 1.0, Do.RELEASE) == theirs
+        machine.released(theirs[0], 31)
+        assert machine.due(1.0) == []
+        assert machine.owned == tuple(assign({"me", "other"}, 2)["me"])
+
+    def test_a_partition_that_comes_back_is_claimed_again(self) -> None:
+        machine = owning(1)
+        machine.see({"me", OTHER}, (), {0: Owner("me", 21)}, 30)
+        assert due(machine, 1.0, Do.REVOKE) == (0,)
+        machine.see({"me"}, (), {0: Owner("me", 21)}, 31)
+        machine.handed_over(0)
+        assert due(machine, 1.0, Do.CLAIM) == (0,)
+
     def test_a_member_whose_release_is_tried_again_is_not_idle(self) -> None:
         machine = owning(1)
         machine.leave()
-        machine.revoked(0, revokes(machine, 1.0)[0])
-        machine.failed(0, releases(machine, 1.0)[0], 1.0)
+        assert due(machine, 1.0, Do.REVOKE) == (0,)
+        machine.handed_over(0)
+        assert not machine.working
+        assert due(machine, 1.0, Do.RELEASE) == (0,)
+        machine.failed(0, 1.0)
         assert machine.due(1.0) == []
         assert not machine.idle
-        machine.released(0, releases(machine, 1.0 + RETRY)[0], 30)
+        assert due(machine, 1.0 + RETRY, Do.RELEASE) == (0,)
+        machine.released(0, 30)
         assert machine.idle
-
-    def test_whether_to_try_again(self) -> None:
-        """Not if the key is stored all the time: then the servers answer, and do not let the member store this."""
-        machine = member(2)
-        attempts = claims(machine, 0.0)
-        assert not machine.failed(0, attempts[0], 1.0)
-        assert machine.failed(0, attempts[0], 1.0)  # it is no attempt any more
-        machine.due(TTL)
-        machine.renewed(TTL, TTL)
-        assert machine.failed(1, attempts[1], TTL)
-        attempts = claims(machine, TTL)
-        assert machine.failed(0, attempts[0], 3 * TTL)
 
 
 class TestLosing:
@@ -142,7 +210,7 @@ class TestLosing:
         end = TTL - MARGIN
         assert machine.wake_at(0.0) == end
         assert machine.due(end - 0.01) == []
-        assert machine.due(end) == [Lose((0, 1))]
+        assert due(machine, end, Do.LOSE) == (0, 1)
         assert machine.owned == ()
         assert machine.wake_at(end) == float("inf")
 
@@ -151,13 +219,16 @@ class TestLosing:
         machine = owning()
         machine.renewed(TTL - MARGIN - 0.1, TTL + 1.0)
         assert machine.is_valid(TTL + 1.0)
-        [lost, *claimed] = machine.due(TTL + 1.0)
-        assert lost == Lose((0, 1))
-        assert [it.partition for it in claimed if isinstance(it, Claim)] == [0, 1]
+        assert machine.due(TTL + 1.0) == [(Do.LOSE, (0, 1)), (Do.CLAIM, (0, 1))]
+
+    def test_a_record_of_another_member_ends_the_work(self) -> None:
+        machine = owning()
+        machine.see({"me"}, (), {0: Owner("x", 20), 1: Owner("x", 30)}, 31)
+        assert machine.due(1.0)[0] == (Do.LOSE, (1,)), "the record of 0 is older than this member's"
 
     def test_a_fenced_commit_gives_the_partition_up(self) -> None:
         machine = owning()
-        assert not machine.fenced(0, 20, 1.0)  # behind an older record
-        assert machine.fenced(0, 21, 1.0)
+        machine.fenced(0, 1.0)
+        assert due(machine, 1.0, Do.LOSE) == (0,)
         assert machine.owned == (1,)
-        assert list(claims(machine, 1.0 + RETRY)) == [0]
+        assert due(machine, 1.0 + RETRY, Do.CLAIM) == (0,)

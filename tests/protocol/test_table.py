@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from jetstream_ext.protocol import updates as limits
 from jetstream_ext.protocol.headers import format_time_ns
-from jetstream_ext.protocol.table import Content, Update
-from jetstream_ext.protocol.updates import FOREVER, Change, Record, Watcher
+from jetstream_ext.protocol.table import Content
+from jetstream_ext.protocol.updates import FOREVER, Change, Record, Update, Watcher
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -14,7 +14,7 @@ from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, StreamRecreatedError
+from jetstream_ext.errors import BatchOutcomeUnknownError, FencedError, JetStreamExtError, StreamRecreatedError
 from jetstream_ext.log import LogReader, OffsetStore
 from jetstream_ext.testing import NatsServer
 
@@ -254,25 +254,27 @@ async def stream(js: JetStreamContext, stream_name: Callable[[], str]) -> str:
 async def test_position_that_was_fetched_before_the_bucket_was_recreated_is_not_followed(
     js: JetStreamContext, stream_name: Callable[[], str], stream: str
 ) -> None:
-    for stored in (True, False):
-        bucket = stream_name()
-        other = await OffsetStore(js, bucket).create()
-        if stored:
-            await other.commit(LogReader(js, stream), name="worker")
-        mine = OffsetStore(js, bucket)
-        assert (await mine.fetch("worker") is not None) == stored
-        await js.delete_key_value(bucket)
-        theirs = await OffsetStore(js, bucket).create()
-        if stored:
-            await theirs.commit(LogReader(js, stream), name="worker")
-        for _ in range(2):
-            with pytest.raises(StreamRecreatedError, match=r"call fetch\(\) before the next commit") as caught:
-                await mine.commit(LogReader(js, stream), name="worker", position=2)
-            assert caught.value.stream == f"KV_{bucket}"
-        found = await mine.fetch("worker")
-        assert (found is not None) == stored
-        assert found is None or found.seq == 1
-        assert (await mine.commit(LogReader(js, stream), name="worker", position=2)).seq == 2
+    bucket = stream_name()
+    await (await OffsetStore(js, bucket).create()).commit(LogReader(js, stream), name="worker")
+    mine, empty = OffsetStore(js, bucket), OffsetStore(js, bucket)
+    assert await mine.fetch("worker") is not None
+    for name in ("worker2", "worker3"):
+        assert await empty.fetch(name) is None
+    await js.delete_key_value(bucket)
+    theirs = await OffsetStore(js, bucket).create()
+    for name in ("worker", "worker2"):
+        await theirs.commit(LogReader(js, stream), name=name)
+    for _ in range(2):
+        with pytest.raises(StreamRecreatedError, match="nothing of this commit is stored") as caught:
+            await mine.commit(LogReader(js, stream), name="worker", position=2)
+        assert caught.value.stream == f"KV_{bucket}"
+    found = await mine.fetch("worker")
+    assert found is not None
+    assert found.seq == 1
+    assert (await mine.commit(LogReader(js, stream), name="worker", position=2)).seq == 2
+    with pytest.raises(FencedError):
+        await empty.commit(LogReader(js, stream), name="worker2", position=2)
+    assert (await empty.commit(LogReader(js, stream), name="worker3", position=2)).seq == 2, "it follows no position"
 
 
 async def test_position_is_stored_after_a_restart_that_changed_the_creation_time_of_its_bucket() -> None:

@@ -449,10 +449,9 @@ async def new_member(t: Try) -> log.Member:
 async def join(t: Try, member: log.Member) -> log.Member:
     async def die() -> None:
         """End as a killed process does, because leaving may wait."""
-        session = member._session
-        session.closed = True
-        session._delete_key = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
-        await session._end()
+        membership = member._membership
+        membership.plan.store.delete_member = lambda *_: asyncio.sleep(0)  # type: ignore[method-assign]
+        await membership._end()
 
     t.undo.append(die)
     return await member.__aenter__()
@@ -467,7 +466,7 @@ async def open_member(t: Try) -> log.Member:
 async def idle_member(t: Try) -> log.Member:
     member = await join(t, new_group(t, start=log.New()).join())
     while len(member.partitions) < 4:
-        member._session.check()
+        member._membership.check()
         await asyncio.sleep(0.01)
     return member
 

@@ -504,8 +504,8 @@ class World:
             expected = [n for seq, n in inputs if seq < record["seq"] for _ in range(n % 3)]
             if outputs != expected and not (compacted and set(outputs) <= set(expected)):
                 raise WrongError(f"a false position: {record['seq']} is stored after the outputs {outputs}")
-            of_worker[record["worker"]] = of_worker.get(record["worker"], 0) + new
-            stored.append((of_worker[record["worker"]], record["commit"] + 1, record["seq"]))
+            of_worker[record["writer"]] = of_worker.get(record["writer"], 0) + new
+            stored.append((of_worker[record["writer"]], record.get("number", 0) + 1, record["seq"]))
             new = 0
         for done in self._processed:
             if (done.outputs, done.commits, done.position) not in stored:

@@ -1,6 +1,6 @@
 """Members of a group on one virtual time line: clocks that differ, delays, lost messages, pauses, crashes.
 
-The machine under test decides; this module is its shell, written like `log.member` and `log.group_worker`, and its servers.
+The machine under test decides; this module is its shell, written like `log.membership`, `log.assignment` and `log.group_worker`, and its servers.
 It checks
 
 * always: a commit that succeeds continues exactly where the one before it ended, whoever stored that one; nothing is
@@ -18,12 +18,12 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
-from jetstream_ext.protocol.membership import Claim, Lose, Membership, Owner, Release, Revoke
+from jetstream_ext.protocol.membership import Do, Membership, Owner, Phase
 from jetstream_ext.protocol.partitions import assign
 
 TTL: Final = 6.0
@@ -218,7 +218,6 @@ class Held:
     """A partition in the hands of a member."""
 
     number: int
-    attempt: int
     writer: Writer
     committed: int
     position: int
@@ -389,21 +388,20 @@ class Actor:
     def step(self) -> None:
         if self.state == "gone" or self.view is None:
             return
-        claims: list[Claim] = []
-        for action in self.machine.due(self.local):
-            self.world.say(f"{self.id}: {action}")
-            match action:
-                case Claim():
-                    claims.append(action)
-                case Revoke(attempts):
-                    self.in_time(attempts, self.revoke(attempts))
-                case Release():
-                    self.spawn(self.release(action))
-                case Lose(numbers):
+        for do, numbers in self.machine.due(self.local):
+            self.world.say(f"{self.id}: {do.name} {numbers}")
+            match do:
+                case Do.CLAIM:
+                    self.spawn(self.claim(numbers))
+                case Do.REVOKE:
+                    for number in numbers:
+                        self.in_time(self.held[number])
+                case Do.RELEASE:
+                    for number in numbers:
+                        self.spawn(self.release(number))
+                case Do.LOSE:
                     for number in numbers:
                         self.lose(number)
-        if claims:
-            self.spawn(self.claim(claims))
         if self.leaving and self.machine.idle:
             self.idle.set()
         until = self.machine.wake_at(self.local)
@@ -417,126 +415,98 @@ class Actor:
         self._alarm = math.inf
         self.step()
 
-    async def claim(self, claims: list[Claim]) -> None:
-        claimed: list[tuple[Claim, Writer, int]] = []
-        tasks = [self.spawn(self.claim_one(each, claimed)) for each in claims]
+    async def claim(self, numbers: tuple[int, ...]) -> None:
+        claimed: list[Held] = []
+        tasks = [self.spawn(self.claim_one(number, claimed)) for number in numbers]
         for task in tasks:
             await task.ended
-        if not claimed:
-            return
         async with self.callbacks:
-            await self.callback()
-            for claim, writer, position in claimed:
-                if self.machine.holds(claim.partition, writer.fence):
-                    self.hold(claim, writer, position)
+            if any(map(self.is_owned, claimed)):
+                await self.callback()
+            for held in filter(self.is_owned, claimed):
+                self.begin(held)
 
-    async def claim_one(self, claim: Claim, claimed: list[tuple[Claim, Writer, int]]) -> None:
-        number, attempt = claim.partition, claim.attempt
+    def is_owned(self, held: Held) -> bool:
+        return self.held.get(held.number) is held and self.machine.phase(held.number) is Phase.OWNED
+
+    async def claim_one(self, number: int, claimed: list[Held]) -> None:
         writer = Writer(self, number)
         try:
             record = await writer.read()
             owner = None if record is None else Owner(record.owner, record.revision)
-            if not self.machine.may_store(claim):
-                return
-            if not self.machine.may_claim(owner):
+            if not self.machine.may_claim(number, owner):
                 raise MovedError
             position = 1 if record is None else record.position
             if record is not None and record.owner == self.id:
                 position = max(position, self.final.get(number, 0))
             revision = await writer.store(self.id, position, "claim")
         except (LostError, MovedError):
-            self.machine.failed(number, attempt, self.local)
+            self.machine.failed(number, self.local)
             self.step()
             return
-        if self.machine.claimed(number, attempt, revision, self.local):
+        if self.machine.claimed(number, revision, self.local):
             self.final.pop(number, None)
-            claimed.append((claim, writer, position))
+            held = self.held[number] = Held(number, writer, position, position)
+            claimed.append(held)
 
     async def callback(self) -> None:
         if self.world.random.random() < 0.2:
             await self.sleep(self.world.random.uniform(0.0, 2.0))
 
-    def hold(self, claim: Claim, writer: Writer, position: int) -> None:
-        number = claim.partition
-        if number in self.held:
-            self.lose(number)
-        held = self.held[number] = self.world.holders[number] = Held(number, claim.attempt, writer, position, position)
-        self.world.say(f"{self.id} works on {number} from {position}")
+    def begin(self, held: Held) -> None:
+        number = held.number
+        self.world.holders[number] = held
+        self.world.say(f"{self.id} works on {number} from {held.position}")
         held.task = self.spawn(self.work_once(held) if self.world.once else self.work(held))
 
-    async def revoke(self, attempts: Mapping[int, int]) -> None:
-        async with self.callbacks:
-            found = self.claimed_by(attempts)
-        for number in attempts.keys() - {held.number for held in found}:
-            self.machine.revoked(number, attempts[number])
-        for held in found:
-            held.ending = True
-        for held in found:
-            if held.is_busy:
-                self.in_time({held.number: held.attempt}, self.revoke_later(held))
-        ready = [held for held in found if not held.is_busy]
-        self.in_time({held.number: held.attempt for held in ready}, self.hand_over(ready))
-        self.step()
-
-    def claimed_by(self, attempts: Mapping[int, int]) -> list[Held]:
-        return [held for number in attempts if (held := self.held.get(number)) and held.attempt == attempts[number]]
-
-    def in_time(self, attempts: Mapping[int, int], revocation: Coroutine[Signal, None, None]) -> None:
-        """Let a revocation end within a time; then its partitions are lost."""
-        task = self.spawn(revocation)
+    def in_time(self, held: Held) -> None:
+        """Revoke a partition within a time; then it is lost."""
+        held.ending = True
+        task = self.spawn(self.revoke(held))
 
         def give_up() -> None:
             if task.done:
                 return
-            self.world.say(f"{self.id} gives up {list(attempts)}")
             task.cancel()
-            for held in self.claimed_by(attempts):
+            if self.held.get(held.number) is held:
+                self.world.say(f"{self.id} gives up {held.number}")
                 self.final[held.number] = held.committed
                 self.lose(held.number)
-            for number, attempt in attempts.items():
-                self.machine.revoked(number, attempt)
-            self.step()
+                self.machine.handed_over(held.number)
+                self.step()
 
         self.world.after(REVOKE_TIMEOUT / self.rate, lambda: self.when_awake(give_up))
 
-    async def revoke_later(self, held: Held) -> None:
+    async def revoke(self, held: Held) -> None:
         if held.task is not None and not held.task.done:
             await held.task.ended
         async with held.lock:
             pass
-        await self.hand_over([held])
+        async with self.callbacks:
+            if self.held.get(held.number) is held:
+                await self.callback()
+            if self.held.get(held.number) is held:
+                held.handed_over = True
+                if not self.world.once:
+                    self.final[held.number] = held.handled
+                self.drop(held)
+                self.machine.handed_over(held.number)
         self.step()
 
-    async def hand_over(self, revoked: list[Held]) -> None:
-        async with self.callbacks:
-            mine = [held for held in revoked if self.held.get(held.number) is held]
-            if mine:
-                await self.callback()
-            for held in mine:
-                if self.held.get(held.number) is held:
-                    held.handed_over = True
-                    if not self.world.once:
-                        self.final[held.number] = held.handled
-                    self.drop(held)
-                    self.machine.revoked(held.number, held.attempt)
-
-    async def release(self, release: Release) -> None:
-        number, attempt = release.partition, release.attempt
+    async def release(self, number: int) -> None:
         writer = Writer(self, number)
         try:
             record = await writer.read()
-            if not self.machine.may_store(release):
-                return
             if record is None or record.owner != self.id:
-                self.machine.released(number, attempt, 0 if record is None else record.revision)
+                self.machine.released(number, 0 if record is None else record.revision)
                 self.step()
                 return
             revision = await writer.store("", max(record.position, self.final.get(number, 0)), "release")
         except (LostError, MovedError):
-            self.machine.failed(number, attempt, self.local)
+            self.machine.failed(number, self.local)
         else:
             self.final.pop(number, None)
-            self.machine.released(number, attempt, revision)
+            self.machine.released(number, revision)
         self.step()
 
     def lose(self, number: int) -> None:
@@ -551,7 +521,8 @@ class Actor:
     def fenced(self, held: Held) -> None:
         if self.held.get(held.number) is held:
             self.world.say(f"{self.id} is fenced on {held.number}")
-            self.machine.fenced(held.number, held.writer.fence, self.local)
+            self.machine.fenced(held.number, self.local)
+            self.final[held.number] = held.committed
             self.lose(held.number)
             self.step()
 

@@ -1,6 +1,7 @@
 """A few seconds of the simulation of whole calls; `nox -s full -- call_simulation` runs 102,000 schedules."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,9 +18,9 @@ from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.connection import Connection, Context
 from jetstream_ext.client.ingest import _Run
 from jetstream_ext.errors import BatchOutcomeUnknownError
-from jetstream_ext.log import worker
 from jetstream_ext.protocol.ingest import Ingest
 from jetstream_ext.protocol.outcome import Verdict
+from jetstream_ext.protocol.records import Record
 from jetstream_ext.types import BatchAck, BatchMessage
 
 # nats-py leaves the transports of lost connections to the garbage collector.
@@ -74,7 +75,7 @@ def test_schedules_that_found_a_defect() -> None:
     assert not found, "\n".join(found)
 
 
-committed, encode_position = AtomicSession.committed, worker.encode_position
+committed, encode = AtomicSession.committed, Record.encode
 begin, confirm, found, failure = Ingest.begin, Ingest._confirm, Ingest.found, _Run._failure
 
 
@@ -112,8 +113,8 @@ def _without_doubts(self: Ingest, count: int, **options: Any) -> None:
     confirm(self, count, **options)
 
 
-def _ahead(stream: str, created: str, seq: int, **record: Any) -> bytes:
-    return encode_position(stream, created, seq + 1, **record)
+def _ahead(self: Record) -> bytes:
+    return encode(replace(self, seq=self.seq + 1))
 
 
 def _without_a_fence(*arguments: Any, expected_last_subject_seq: int, **options: Any) -> BatchMessage:
@@ -131,7 +132,7 @@ BUGS: dict[str, tuple[Any, str, Any, str, str]] = {
     "no doubts in the report": (Ingest, "_confirm", _without_doubts, "ingest", "false once"),
     "no search": (Ingest, "found", _finds_no_message, "ingest", "false once"),
     "no fence": (fenced_write, "BatchMessage", _without_a_fence, "worker", "false once"),
-    "positions are ahead": (worker, "encode_position", _ahead, "worker", "false position"),
+    "positions are ahead": (Record, "encode", _ahead, "worker", "false position"),
 }
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import BinaryType, DoubleType, IntegerType, LongType, StringType, StructField, StructType
 
-from jetstream_ext.kv.staging import Staged
+from jetstream_ext.kv.commit import Staged
 from jetstream_ext.spark.bad_rows import BadRow, BadRows
 from jetstream_ext.spark.kv_rows import KeyWrite, KvColumns, KvRowReader, LastRows
 from jetstream_ext.spark.kv_source import JetStreamKvDataSource

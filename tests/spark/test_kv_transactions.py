@@ -24,7 +24,7 @@ from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fenced_write import FencedWriter
 from jetstream_ext.errors import FencedError
-from jetstream_ext.kv.staging import Staged
+from jetstream_ext.kv.commit import Staged
 from jetstream_ext.spark.bad_rows import RowError
 from jetstream_ext.spark.kv_rows import KeyWrite
 from jetstream_ext.spark.kv_transactions import DRIVER, Conflict, KeyTransactions, KvMicroBatch

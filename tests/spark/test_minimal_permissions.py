@@ -19,7 +19,7 @@ from pyspark.sql.types import StructType
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.kv.staging import Staged
+from jetstream_ext.kv.commit import Staged
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.spark import kv, reading
 from jetstream_ext.spark.bad_rows import BadRows

@@ -1,4 +1,4 @@
-"""A partition in the hands of a member: which messages are handled, and from where the next owner goes on."""
+"""A partition that is assigned to a member: which messages are handled, and from where the next owner continues."""
 
 from __future__ import annotations
 
@@ -9,42 +9,49 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from jetstream_ext.client.fenced_write import FencedWriter
-from jetstream_ext.log.lane import Lane
+from jetstream_ext.log.lane import Lanes
 from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.records import Failed
 
 BLOCK: Final = 16
 """So many messages of one partition are handled before those of another one."""
 
 
 @dataclass(eq=False, slots=True)
-class Held:
-    """A partition that this member works on."""
+class AssignedPartition:
+    """A partition that this member has claimed, until it is handed over or lost."""
 
     number: int
-    attempt: int  # the one of `Membership` that has claimed it
-    lane: Lane
+    lanes: Lanes
     writer: FencedWriter
     committed: int
-    uncommitted: int = 0  # messages that were handled since
+    failed: Failed | None  # the message whose handling has failed last, as it is stored
+    announced: bool = False  # `on_assigned` was called
+    active: bool = False  # it has returned, and the partition is neither revoked nor lost
+    ending: bool = False  # no further messages: it is revoked, or lost
+    uncommitted: int = 0  # messages that were handled since the last commit
     queue: deque[StoredMsg] = field(default_factory=deque)  # the next messages for the caller
     in_hand: int | None = None  # the sequence of the message that the caller handles
-    ending: bool = False  # no further messages: it is revoked, or lost
-    last: int = 0  # the position before it gets messages, and after it has ended
     given: asyncio.Event = field(default_factory=asyncio.Event)  # messages, or the end
     done: asyncio.Event = field(default_factory=asyncio.Event)  # nothing is in hand any more
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of the writer
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] | None = None  # handles its messages
     stop: Callable[[], None] | None = None  # ends the task behind its current commit
+    _last: int = field(init=False)  # the position before it gets messages, and after it has ended
+
+    def __post_init__(self) -> None:
+        self._last = self.committed
+
+    @property
+    def reading(self) -> bool:
+        return self.number in self.lanes.dispatcher and not self.ending
 
     @property
     def position(self) -> int:
         """The next sequence that the caller gets."""
         if self.queue:
             return self.queue[0].seq
-        dispatcher = self.lane.dispatcher
-        if self.ending or self.number not in dispatcher:
-            return self.last
-        return dispatcher.position(self.number)
+        return self.lanes.dispatcher.position(self.number) if self.reading else self._last
 
     @property
     def uncommitted_in_hand(self) -> bool:
@@ -58,29 +65,27 @@ class Held:
 
     def begin(self) -> None:
         """Let the caller get messages."""
-        if self.number not in self.lane.dispatcher:
-            self.lane.dispatcher.add(self.number, self.last)
+        if not self.reading and not self.ending:
+            self.lanes.dispatcher.add(self.number, self._last)
 
     def move(self, position: int) -> None:
         """Let the caller get the messages from another position on; `begin` again."""
-        if not self.ending:  # otherwise the partition may be in other hands of this member
-            self.lane.dispatcher.remove(self.number)
-            self.queue.clear()
-        self.last = position
+        if self.reading:
+            self.lanes.dispatcher.remove(self.number)
+        self.queue.clear()
+        self._last = position
 
     def end(self) -> None:
         """Let the caller get no further message."""
         if self.ending:
             return
-        self.last, self.ending = self.position, True
-        self.queue.clear()
-        self.lane.dispatcher.remove(self.number)
+        self.move(self.position)
+        self.ending, self.active = True, False
         self.given.set()
         if self.stop is not None:
             self.stop()
 
     def pick_up(self) -> StoredMsg:
-        assert self.in_hand is None
         message = self.queue.popleft()
         self.in_hand = message.seq
         self.done.clear()
