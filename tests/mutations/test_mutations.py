@@ -12,8 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from families import FAMILIES, run_case, run_cases
 
 from jetstream_ext.kv import history
-from jetstream_ext.log import offsets
-from jetstream_ext.protocol import api, fast_wire
+from jetstream_ext.protocol import api, fast_wire, records
 
 CASES = 500  # of each family
 
@@ -38,7 +37,7 @@ def _is_number(text: str) -> int | None:
 DEFECTS: dict[str, tuple[str, ModuleType, str, Any]] = {
     "a flow without limit": ("fast", fast_wire, "LARGEST_FLOW", 1 << 70),
     "digits of other scripts": ("buckets", history, "parse_number", _is_number),
-    "positions of any size": ("stored", offsets, "json_number", lambda value, name, low=0: int(value)),
+    "positions of any size": ("stored", records, "json_number", lambda value, name, low=0: int(value)),
     "texts of any type": ("states", api, "json_text", lambda value, name: value),
 }
 
