@@ -160,7 +160,7 @@ async def test_a_marker_that_the_server_stores_rings(
     await jsx.ensure_stream(js, name=name, **config, subject_delete_marker_ttl=1.0)
     async with Tail(js, name) as tail:
         await armed(1)
-        await js.publish(f"{name}.a", headers={"Nats-TTL": "1s"})
+        await js.publish(f"{name}.a", headers={"Nats-TTL": "3s"})
         assert [await tail.next() for _ in range(2)] == [1, 2]
 
 
