@@ -99,7 +99,7 @@ class Changes(Generic[_C]):
 class LiveMapping(Mapping[str, _E], Generic[_E, _C]):
     """What `kvx.Table` and `log.Table` have in common; `entry` and `kind` make what callers get.
 
-    Neither may refer to the table. The task keeps them, so a table that nobody uses any more would stay open.
+    Neither may refer to the table. The task keeps them, so a table that the application has dropped would stay open.
     """
 
     def __init__(self, live: Live, entry: Callable[[str, Record], _E], kind: Callable[..., _C]) -> None:
