@@ -214,15 +214,9 @@ redrives = itertools.count()
 
 
 async def redrive(js: JetStreamContext) -> None:
-    kv = await js.key_value("B")
-    await kv.purge("redrive.S")  # the note of a call that lacked a permission
-    offsets = log.OffsetStore(js, "B", patience=js._timeout)
-    # A letter that no other call has sent: to find out that a letter was stored before, a call needs more.
-    letters = await list_letters(js)
-    done = await log.redrive(
-        js, "S", "s.dead", seqs=[letters[next(redrives) % len(letters)]], offsets=offsets, patience=js._timeout
-    )
-    assert done.sent == 1
+    letters = await list_letters(js)  # one that no other call has sent: to find a letter takes less
+    seqs, offsets = [letters[next(redrives) % len(letters)]], log.OffsetStore(js, "B", patience=js._timeout)
+    assert (await log.redrive(js, "S", "s.dead", seqs=seqs, offsets=offsets, patience=js._timeout)).sent == 1
 
 
 async def status(js: JetStreamContext) -> None:

@@ -1,5 +1,7 @@
 """The tables of states in the design pages, drawn from the machines: each cell is a machine that was driven there.
 
+The one of a group's members is drawn from `membership.TABLE`, which the machine looks into.
+
 In a page, the directive ``state-table`` has one of the names of `TABLES` as its argument. For each cell a new machine is brought into the state of the column by its public methods; then the event of the row happens, and the cell
 says what came of it. A state that this module cannot reach breaks the build.
 """
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import api, atomic, fast, range_read
+from jetstream_ext.protocol import api, atomic, fast, membership, range_read
 from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.fast import State as FastState
 from jetstream_ext.protocol.feature_table import ATOMIC_EOB
@@ -465,10 +467,19 @@ RANGE_READ: list[Row] = [
 ]
 
 
+def membership_table() -> Table:
+    rows = [
+        [event.value, *(NOTHING if phase is None else f"**{phase.name}**" for phase in row)]
+        for event, row in membership.TABLE.items()
+    ]
+    return ["event", *(phase.name for phase in membership.Phase)], rows
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "atomic": lambda: table(atomic.State, atomic_batch, ATOMIC),
     "fast-fail": lambda: fast_table(GapMode.FAIL),
     "fast-ok": lambda: fast_table(GapMode.OK),
+    "membership": membership_table,
     "range-read": lambda: table(ReadState, read_in, RANGE_READ),
 }
 

@@ -18,7 +18,7 @@ from jetstream_ext.cli.output import console, count, say, shortened, table, text
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.connection import Context
 from jetstream_ext.log import DeadLetterMessage, OffsetStore, Redriven, dead_letters, drop, redrive
-from jetstream_ext.log.redriving import dead_letter_of
+from jetstream_ext.protocol.dead_letters import dead_letter_of
 from jetstream_ext.protocol.numbers import LARGEST
 from jetstream_ext.protocol.subjects import check_filter, check_name, covers
 from jetstream_ext.text import printable

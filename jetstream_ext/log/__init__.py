@@ -2,7 +2,6 @@
 
 from jetstream_ext.log.dead_letter import DeadLetter
 from jetstream_ext.log.group import Group, GroupStatus, MemberStatus, PartitionStatus, list_groups
-from jetstream_ext.log.group_outputs import exactly_once_group
 from jetstream_ext.log.member import Member
 from jetstream_ext.log.offsets import (
     Checkpoint,
@@ -17,9 +16,11 @@ from jetstream_ext.log.offsets import (
     Time,
 )
 from jetstream_ext.log.reader import LogReader
-from jetstream_ext.log.redriving import DeadLetterMessage, Redriven, dead_letters, drop, redrive
+from jetstream_ext.log.redriving import Redriven, dead_letters, drop, redrive
 from jetstream_ext.log.table import MessageChange, Table
-from jetstream_ext.log.worker import Processed, exactly_once
+from jetstream_ext.log.work import Processed
+from jetstream_ext.log.worker import exactly_once, exactly_once_group
+from jetstream_ext.protocol.dead_letters import DeadLetterMessage
 from jetstream_ext.protocol.partitions import partition_of
 
 __all__ = [

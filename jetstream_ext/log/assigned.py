@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from jetstream_ext.client.fenced_write import FencedWriter
-from jetstream_ext.log.lane import Lanes
 from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.dispatch import Dispatcher
 from jetstream_ext.protocol.records import Failed
 
 BLOCK: Final = 16
@@ -22,12 +22,11 @@ class AssignedPartition:
     """A partition that this member has claimed, until it is handed over or lost."""
 
     number: int
-    lanes: Lanes
+    dispatcher: Dispatcher
     writer: FencedWriter
     committed: int
     failed: Failed | None  # the message whose handling has failed last, as it is stored
     announced: bool = False  # `on_assigned` was called
-    active: bool = False  # it has returned, and the partition is neither revoked nor lost
     ending: bool = False  # no further messages: it is revoked, or lost
     uncommitted: int = 0  # messages that were handled since the last commit
     queue: deque[StoredMsg] = field(default_factory=deque)  # the next messages for the caller
@@ -44,14 +43,14 @@ class AssignedPartition:
 
     @property
     def reading(self) -> bool:
-        return self.number in self.lanes.dispatcher and not self.ending
+        return self.number in self.dispatcher and not self.ending
 
     @property
     def position(self) -> int:
         """The next sequence that the caller gets."""
         if self.queue:
             return self.queue[0].seq
-        return self.lanes.dispatcher.position(self.number) if self.reading else self._last
+        return self.dispatcher.position(self.number) if self.reading else self._last
 
     @property
     def uncommitted_in_hand(self) -> bool:
@@ -66,12 +65,12 @@ class AssignedPartition:
     def begin(self) -> None:
         """Let the caller get messages."""
         if not self.reading and not self.ending:
-            self.lanes.dispatcher.add(self.number, self._last)
+            self.dispatcher.add(self.number, self._last)
 
     def move(self, position: int) -> None:
         """Let the caller get the messages from another position on; `begin` again."""
         if self.reading:
-            self.lanes.dispatcher.remove(self.number)
+            self.dispatcher.remove(self.number)
         self.queue.clear()
         self._last = position
 
@@ -80,7 +79,7 @@ class AssignedPartition:
         if self.ending:
             return
         self.move(self.position)
-        self.ending, self.active = True, False
+        self.ending = True
         self.given.set()
         if self.stop is not None:
             self.stop()
@@ -96,8 +95,13 @@ class AssignedPartition:
         self.in_hand = None
         self.done.set()
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether it is ending, nothing is in hand, and no commit is on its way."""
+        is_idle = self.in_hand is None or self.done.is_set()
+        return self.ending and is_idle and (self.task is None or self.task.done()) and not self.lock.locked()
+
     async def finished(self) -> None:
-        """Wait until nothing is in hand, and no commit is on its way."""
         if self.in_hand is not None:
             await self.done.wait()
         if self.task is not None:

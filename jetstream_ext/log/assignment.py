@@ -8,10 +8,9 @@ a later claim, because each claim makes a new one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
-import math
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
@@ -35,6 +34,8 @@ _IN_FLIGHT: Final = 64
 # So many partitions without messages may store that their positions have moved, each time that positions are committed.
 _IDLE_COMMITS: Final = 64
 
+Work = Callable[[AssignedPartition], Coroutine[Any, Any, None]]
+
 
 class Assignment:
     """The partitions that a member has claimed, and what is under way for them.
@@ -45,31 +46,32 @@ class Assignment:
         progress: Set when an iteration or `serve` may have something to do.
     """
 
-    def __init__(self, plan: GroupPlan, options: JoinOptions, machine: Membership, tasks: TaskScope) -> None:
-        self.plan: GroupPlan = plan
+    def __init__(self, group: GroupPlan, options: JoinOptions, machine: Membership, tasks: TaskScope) -> None:
         self.options: JoinOptions = options
-        self.callbacks: Callbacks = Callbacks(options, tasks.name)
+        self.callbacks: Callbacks = Callbacks(group.name)
         self.partitions: dict[int, AssignedPartition] = {}
-        self.work: Callable[[AssignedPartition], Coroutine[Any, Any, None]] | None = None
+        self.work: Work | None = None
         self.progress: asyncio.Event = asyncio.Event()
         self.settings: Settings
         self.reader: GroupReader
+        self._group = group
         self._machine = machine
         self._tasks = tasks
         self._records = 0  # stored so far
-        self._release_at: dict[int, int] = {}  # the positions of partitions that are not released yet
-        self._finished: list[AssignedPartition] = []  # for the next call of `on_revoked`
-        self._untold: set[int] = set()  # lost partitions, until `on_partitions_lost` has returned
-        self._winding_down: set[int] = set()  # partitions whose cancelled handlers have not ended
+        self._handled: dict[
+            int, int
+        ] = {}  # the positions of partitions that were handed over, and are not released yet
+        self._untold: set[int] = set()  # lost partitions, until the callback for them has returned
+        self._handlers: dict[int, asyncio.Task[None]] = {}  # of each partition the newest one that has begun
 
     def open(self, settings: Settings) -> None:
         self.settings = settings
-        self.reader = GroupReader(self.plan.lanes(settings), self._tasks, self._given, self.is_outage)
+        self.reader = GroupReader(self._group, settings, self._tasks.name, self._given, self.is_outage)
 
     @property
     def active(self) -> tuple[int, ...]:
         """The partitions that the member works on."""
-        return tuple(sorted(number for number, assigned in self.partitions.items() if assigned.active))
+        return _numbers(it for it in self.partitions.values() if it.announced and not it.ending)
 
     @property
     def is_busy(self) -> bool:
@@ -81,10 +83,9 @@ class Assignment:
         return self.partitions.get(assigned.number) is assigned
 
     def is_outage(self, error: Exception) -> bool:
-        """Return whether something failed because servers are away, and not while they have answered the member."""
-        now = asyncio.get_running_loop().time()
-        answered = self._machine.is_valid(now) and self._machine.was_renewed_since(now - self.plan.store.patience)
-        return is_transient_read(error) and not answered
+        """Return whether something failed because servers are away, or were in the last `patience` seconds."""
+        then = asyncio.get_running_loop().time() - self._group.store.patience
+        return is_transient_read(error) and not self._machine.answered_since(then)
 
     def _given(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -93,7 +94,7 @@ class Assignment:
                 assigned.given.set()
                 self.progress.set()
 
-    # -- claims -------------------------------------------------------------------------------------------------------
+    # -- owners -------------------------------------------------------------------------------------------------------
 
     def carry_out(self, do: Do, numbers: tuple[int, ...]) -> None:
         """Do what the machine says."""
@@ -101,71 +102,73 @@ class Assignment:
             case Do.LOSE:
                 self._lose(numbers)
             case Do.REVOKE:
-                until = self.options.deadline()
                 for number in numbers:
-                    assigned = self.partitions[number]
-                    assigned.end()
-                    self._tasks.start(self._revoke(assigned, until), "revocation")
+                    self.partitions[number].end()
+                    self._tasks.start(self._revoke(self.partitions[number]), "revocation")
             case Do.CLAIM:
                 self._tasks.start(self._claim(numbers), "claims")
             case Do.RELEASE:
-                self._tasks.start(self._release_all(numbers), "releases")
+                self._tasks.start(self._release(numbers), "release")
 
     async def _claim(self, numbers: tuple[int, ...]) -> None:
-        found = await gather_bounded(self._claim_one, numbers, limit=_IN_FLIGHT)
+        found = await gather_bounded(partial(self._store_owner, owner=self._machine.me), numbers, limit=_IN_FLIGHT)
         async with self.callbacks.lock:
-            owned = [it for it in found if it is not None and self._is_owned(it)]
+            owned = [it for it in found if it is not None and self._is_in(Phase.OWNED, it)]
             for assigned in owned:
                 assigned.announced = True
-            told = tuple(sorted(it.number for it in owned))
-            if told:
+            if told := _numbers(owned):
                 log_state(_log, self._tasks.name, "partitions assigned", partitions=", ".join(map(str, told)))
-            await self.callbacks.assigned(told)
-            for assigned in filter(self._is_owned, owned):  # others were revoked or lost meanwhile
-                assigned.active = True
+            await self.callbacks.call(self.options.on_assigned, told)
+            for assigned in filter(partial(self._is_in, Phase.OWNED), owned):  # others were revoked or lost meanwhile
                 if self.settings.output is None:
                     assigned.begin()  # else its worker looks its position up first
                 self._begin_work(assigned)
 
-    def _is_owned(self, assigned: AssignedPartition) -> bool:
-        return self.holds(assigned) and self._machine.phase(assigned.number) is Phase.OWNED
+    def _is_in(self, phase: Phase, assigned: AssignedPartition) -> bool:
+        return self.holds(assigned) and self._machine.phase(assigned.number) is phase
 
-    async def _claim_one(self, number: int) -> AssignedPartition | None:
-        loop, machine = asyncio.get_running_loop(), self._machine
-        if number in self._winding_down:
-            machine.failed(number, loop.time())
-            return None
-        writer = self.plan.store.partition_writer(number)
+    async def _store_owner(self, number: int, owner: str) -> AssignedPartition | None:
+        """Claim a partition, or with an empty `owner` release it; if servers are away, the machine tries again."""
+        loop, machine, store = asyncio.get_running_loop(), self._machine, self._group.store
+        writer = store.partition_writer(number)
         try:
             found = await writer.read()
-            record = self.settings.of_this_epoch(self.plan.store.decode(Record, found))
-            owner = None if record is None or found is None else Owner(record.owner or "", found.seq)
-            if not machine.may_claim(number, owner):
+            record = store.decode(Record, found)
+            if record is not None and record.epoch != self.settings.epoch:
+                record = None  # from before a reset
+            seq = 0 if found is None else found.seq
+            if owner and not machine.may_claim(number, None if record is None else Owner(record.owner or "", seq)):
                 machine.failed(number, loop.time())
                 return None
+            if not owner and (record is None or record.owner != machine.me):
+                machine.released(number, seq)
+                return None
             position = self.settings.start if record is None else record.seq
-            if record is None or record.owner == machine.me:  # another program may have deleted the record
-                position = max(position, self._release_at.get(number, 0))
+            if record is not None and record.owner == machine.me:
+                position = max(position, self._handled.get(number, 0))
             failed = None if record is None else record.failed
-            ack = await writer.store([], self._record(machine.me, position, failed))
+            ack = await writer.store([], self._record(owner, position, failed))
+        except RecordMovedError:
+            machine.failed(number, loop.time())
+            return None
         except BaseException as error:
-            self._note_failure("claim", number, error)
+            machine.failed(number, loop.time())
+            if not isinstance(error, Exception) or not self.is_outage(error):
+                raise
+            what = "claim" if owner else "release"
+            _log.warning("%s could not %s partition %d, and tries again: %s", self._tasks.name, what, number, error)
             return None
-        if not machine.claimed(number, ack.seq, loop.time()):
-            return None
-        self._release_at.pop(number, None)
-        assigned = AssignedPartition(number, self.reader.lanes, writer, position, failed)
-        self.partitions[number] = assigned
-        return assigned
+        self._handled.pop(number, None)
+        if owner and machine.claimed(number, ack.seq, loop.time()):
+            self.partitions[number] = AssignedPartition(number, self.reader.dispatcher, writer, position, failed)
+            return self.partitions[number]
+        if not owner:
+            log_state(_log, self._tasks.name, "partition released", partition=number, position=position)
+            machine.released(number, ack.seq)
+        return None
 
-    def _note_failure(self, what: str, number: int, error: BaseException) -> None:
-        """Let the machine try again, or raise the error."""
-        self._machine.failed(number, asyncio.get_running_loop().time())
-        if isinstance(error, RecordMovedError):
-            return
-        if not isinstance(error, Exception) or not self.is_outage(error):
-            raise error
-        _log.warning("%s could not %s partition %d, and tries again: %s", self._tasks.name, what, number, error)
+    async def _release(self, numbers: Iterable[int]) -> None:
+        await gather_bounded(partial(self._store_owner, owner=""), numbers, limit=_IN_FLIGHT)
 
     def _record(self, owner: str, position: int, failed: Failed | None) -> bytes:
         self._records += 1
@@ -178,145 +181,72 @@ class Assignment:
             failed=failed if failed is not None and failed.seq >= position else None,
         ).encode()
 
-    # -- handlers -----------------------------------------------------------------------------------------------------
-
-    def begin_work(self) -> None:
-        """Handle the messages of what the member has, and of what it will get, by `work`."""
-        for assigned in self.partitions.values():
-            if assigned.active:
-                self._begin_work(assigned)
-
-    def _begin_work(self, assigned: AssignedPartition) -> None:
-        if self.work is not None and assigned.task is None:
-            assigned.task = self._tasks.start(self._work(assigned, self.work), f"partition {assigned.number}")
-
-    async def _work(
-        self, assigned: AssignedPartition, work: Callable[[AssignedPartition], Coroutine[Any, Any, None]]
-    ) -> None:
-        try:
-            await work(assigned)
-        except Exception as error:
-            if self.holds(assigned):
-                raise
-            _log.warning(
-                "%s: the handler of partition %d, which was lost, has failed: %r",
-                self._tasks.name,
-                assigned.number,
-                error,
-            )
-
-    def cancel_work(self) -> None:
-        """Cancel all handlers: what is in hand is not handled."""
-        for assigned in self.partitions.values():
-            if assigned.task is not None:
-                assigned.task.cancel()
-                assigned.done.set()
-
-    async def _wind_down(self, number: int, task: asyncio.Task[None]) -> None:
-        """Cancel the handler of a lost partition; a claim of the partition waits for it, for up to `revoke_timeout`."""
-        seconds = self.options.revoke_timeout
-        task.cancel()  # once: it may have something to roll back
-        done, _ = await asyncio.wait({task}, timeout=None if seconds == math.inf else seconds)
-        self._winding_down.discard(number)
-        if not done:
-            _log.warning(
-                "%s: a handler of partition %d still runs, %g s after it was cancelled; its messages are handled again",
-                self._tasks.name,
-                number,
-                seconds,
-            )
-
-    # -- hand-overs ---------------------------------------------------------------------------------------------------
-
-    async def _revoke(self, assigned: AssignedPartition, until: float | None) -> None:
-        limit = asyncio.timeout_at(until)
+    async def _revoke(self, assigned: AssignedPartition) -> None:
+        """Hand a partition over once it is finished, with others that are by then; after `revoke_timeout` it is lost."""
+        limit = self.options.limit()
         try:
             async with limit:
                 await assigned.finished()
-                await self._hand_over(assigned)
+                await asyncio.sleep(0)  # others may finish at the same time
+                async with self.callbacks.lock:
+                    revoking = [it for it in self.partitions.values() if self._is_in(Phase.REVOKING, it)]
+                    await self._hand_over([it for it in revoking if it is assigned or it.is_finished])
         except TimeoutError:
             if not limit.expired():
                 raise
             if self.holds(assigned):
-                _log.warning(
-                    "%s: partition %d was to be handed over %g s ago, and a message is still being handled, or a callback has not "
-                    "returned; it is lost, and its next owner continues after the last commit",
-                    self._tasks.name,
-                    assigned.number,
-                    self.options.revoke_timeout,
-                )
                 self._let_go(assigned, assigned.committed, lost=True)
 
-    async def _hand_over(self, assigned: AssignedPartition) -> None:
-        """Hand a partition over that is not worked on any more, with others for which that holds at the same time."""
-        self._finished.append(assigned)
-        await asyncio.sleep(0)
-        async with self.callbacks.lock:
-            mine, self._finished = [it for it in self._finished if self.holds(it)], []
-            told, handled, lost = tuple(sorted(it.number for it in mine if it.announced)), False, False
-            try:
-                await self.callbacks.revoked(told)
-                handled = self.options.auto_commit
-            except asyncio.CancelledError:  # it took too long
-                lost = True
-                raise
-            finally:
-                for it in filter(self.holds, mine):
-                    self._let_go(it, it.handled if handled else it.committed, lost=lost)
+    async def _hand_over(self, finished: list[AssignedPartition]) -> None:
+        told, handled, lost = _numbers(it for it in finished if it.announced), False, False
+        try:
+            await self.callbacks.call(self.options.on_revoked, told)
+            handled = self.options.auto_commit and self.settings.output is None
+        except asyncio.CancelledError:  # it took too long
+            lost = True
+            raise
+        finally:
+            for it in filter(self.holds, finished):
+                self._let_go(it, it.handled if handled else it.committed, lost=lost)
 
     def _let_go(self, assigned: AssignedPartition, position: int, *, lost: bool) -> None:
         """Let the next owner continue at a position; a partition that is lost may still be worked on."""
-        if self.settings.output is None:
-            self._release_at[assigned.number] = position
         if lost:
             self._lose([assigned.number])
         else:
             self._drop(assigned)
-        self._machine.handed_over(assigned.number)
-
-    async def _release_all(self, numbers: tuple[int, ...]) -> None:
-        await gather_bounded(self._release, numbers, limit=_IN_FLIGHT)
-
-    async def _release(self, number: int) -> None:
-        writer = self.plan.store.partition_writer(number)
-        try:
-            found = await writer.read()
-            record = self.settings.of_this_epoch(self.plan.store.decode(Record, found))
-            if record is None or record.owner != self._machine.me:
-                self._machine.released(number, 0 if found is None else found.seq)
-                return
-            position = max(record.seq, self._release_at.get(number, 0))
-            ack = await writer.store([], self._record("", position, record.failed))
-        except BaseException as error:
-            self._note_failure("release", number, error)
-            return
-        self._release_at.pop(number, None)
-        log_state(_log, self._tasks.name, "partition released", partition=number, position=position)
-        self._machine.released(number, ack.seq)
+        if self._machine.handed_over(assigned.number):
+            self._handled[assigned.number] = position
+            self._tasks.start(self._release([assigned.number]), "release")
 
     def _lose(self, numbers: Iterable[int]) -> None:
         lost = [self.partitions[number] for number in numbers if number in self.partitions]
         if lost:
-            _log.warning("%s has lost partitions %s", self._tasks.name, tuple(it.number for it in lost))
+            _log.warning("%s has lost partitions %s", self._tasks.name, _numbers(lost))
         for assigned in lost:
             self._drop(assigned)
-            if self._tasks.closing:
-                continue
-            task = assigned.task
-            if task is not None and not task.done() and task is not asyncio.current_task():
-                self._winding_down.add(assigned.number)
-                self._tasks.start(self._wind_down(assigned.number, task), "end")
-            if assigned.announced:
-                self._untold.add(assigned.number)
+            if assigned.task is not None and assigned.task is not asyncio.current_task():
+                assigned.task.cancel()  # once: it may have something to roll back
+        self._untold.update(it.number for it in lost if it.announced and not self._tasks.closing)
         if self._untold:
             self._tasks.start(self._tell_losses(), "loss")
 
     async def _tell_losses(self) -> None:
         await asyncio.sleep(0)  # several may be lost one by one
         async with self.callbacks.lock:
-            lost = tuple(sorted(self._untold))
+            lost, limit = tuple(sorted(self._untold)), self.options.limit()
             try:
-                await self.callbacks.lost(lost)
+                async with limit:
+                    callback = self.options.on_partitions_lost or self.options.on_revoked
+                    await self.callbacks.call(callback, lost)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                _log.warning(
+                    "%s: the callback for the lost partitions %s took too long, and was cancelled",
+                    self._tasks.name,
+                    lost,
+                )
             finally:
                 self._untold.difference_update(lost)
 
@@ -329,7 +259,45 @@ class Assignment:
         """Give a partition up of which another member has stored a record."""
         if self.holds(assigned):
             self._machine.fenced(assigned.number, asyncio.get_running_loop().time())
-            self._let_go(assigned, assigned.committed, lost=True)
+            self._lose([assigned.number])
+
+    # -- handlers -----------------------------------------------------------------------------------------------------
+
+    def begin_work(self) -> None:
+        """Handle the messages of what the member has, and of what it will get, by `work`."""
+        for assigned in self.partitions.values():
+            if assigned.reading:
+                self._begin_work(assigned)
+
+    def _begin_work(self, assigned: AssignedPartition) -> None:
+        if self.work is not None and assigned.task is None:
+            work = self._work(assigned, self.work)
+            assigned.task = self._tasks.start(work, f"partition {assigned.number}")
+
+    async def _work(self, assigned: AssignedPartition, work: Work) -> None:
+        """Handle the messages of a partition, once its cancelled handler of an earlier claim has ended, or for too long not."""
+        name, number = self._tasks.name, assigned.number
+        try:
+            async with self.options.limit():
+                if (before := self._handlers.get(number)) is not None:
+                    await asyncio.wait({before})
+        except TimeoutError:
+            _log.warning("%s: a handler of partition %d still runs; its messages are handled again", name, number)
+        if (task := assigned.task) is not None:
+            self._handlers[number] = task
+        try:
+            await work(assigned)
+        except Exception as error:
+            if self.holds(assigned):
+                raise
+            _log.warning("%s: the handler of partition %d, which was lost, has failed: %r", name, number, error)
+
+    def cancel_work(self) -> None:
+        """Cancel all handlers: what is in hand is not handled."""
+        for assigned in self.partitions.values():
+            if assigned.task is not None:
+                assigned.task.cancel()
+                assigned.done.set()
 
     # -- positions ----------------------------------------------------------------------------------------------------
 
@@ -355,7 +323,7 @@ class Assignment:
             uncommitted, failed = assigned.uncommitted, failed or assigned.failed
             try:
                 record = self._record(self._machine.me, position, failed)
-                ack = await store_position(assigned.writer, record, self.plan.name, position)
+                ack = await store_position(assigned.writer, record, self._group.name, position)
             except RecordMovedError:
                 self.fenced(assigned)
                 return False
@@ -369,11 +337,9 @@ class Assignment:
         while True:
             await asyncio.sleep(self.options.seconds)
             moved = [it for it in self.partitions.values() if it.handled > it.committed]
-            idle = heapq.nsmallest(
-                _IDLE_COMMITS, [it for it in moved if not it.uncommitted], key=attrgetter("committed")
-            )
-            with self._again_if_away():
-                await self.commit([it.number for it in moved if it.uncommitted] + [it.number for it in idle])
+            idle = [it for it in moved if not it.uncommitted]
+            due = heapq.nsmallest(_IDLE_COMMITS, idle, key=attrgetter("committed"))
+            await self._commit([it for it in moved if it.uncommitted] + due)
 
     def pause_between_commits(self, seconds: float) -> float:
         """Return after how many seconds a partition without messages should store its position: later if there are many."""
@@ -383,15 +349,17 @@ class Assignment:
         """Note that a message is handled, and commit if it is time."""
         assigned.put_down()
         if self.options.auto_commit and assigned.uncommitted >= self.options.every:
-            with self._again_if_away():
-                await self.store(assigned)
+            await self._commit([assigned])
 
-    @contextlib.contextmanager
-    def _again_if_away(self) -> Iterator[None]:
-        """Leave what servers do not answer to the next automatic commit."""
+    async def _commit(self, due: list[AssignedPartition]) -> None:
+        """Commit, and leave what servers do not answer to the next time."""
         try:
-            yield
+            await self.commit([it.number for it in due])
         except Exception as error:
             if not is_transient(error):
                 raise
             _log.warning("%s could not commit its positions, and tries again: %s", self._tasks.name, error)
+
+
+def _numbers(partitions: Iterable[AssignedPartition]) -> tuple[int, ...]:
+    return tuple(sorted(it.number for it in partitions))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal
@@ -17,22 +16,18 @@ from jetstream_ext.errors import GroupActiveError
 from jetstream_ext.kv.reads import snapshot
 from jetstream_ext.log.callbacks import Callback, JoinOptions
 from jetstream_ext.log.group_plan import GroupPlan
-from jetstream_ext.log.group_store import MOST_PARTITIONS, GroupStore, MemberRecord, Settings
+from jetstream_ext.log.group_store import GroupStore, GroupView, Settings, encode
 from jetstream_ext.log.liveness import decode_key
 from jetstream_ext.log.member import Member
 from jetstream_ext.log.membership import GroupMembership
 from jetstream_ext.log.offsets import First, Last, New, Seq, Time
-from jetstream_ext.protocol.options import check_int, check_seconds, shown
+from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.protocol.records import Record
-from jetstream_ext.protocol.subjects import check_filter, check_name
+from jetstream_ext.protocol.subjects import check_name
 from jetstream_ext.text import counted
 
 _FIRST: Final = First()
 _LOOKUPS_IN_FLIGHT: Final = 64
-# The part of the TTL in which a member has stopped, and its key is still stored.
-_MARGIN: Final = 0.1
-_SHORTEST: Final = 0.1
-_LONGEST: Final = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,51 +173,34 @@ class Group:
         poll: float = 0.25,
         doorbell: bool = True,
     ) -> None:
-        check_name(stream, "stream name")
-        check_name(name, "group name")
-        check_name(bucket, "bucket name")
-        if not isinstance(start, First | Seq | Time | Last | New):
-            raise TypeError(f"start must be First(), Seq(n), Time(t), Last() or New(), not {start!r}")
-        if subject is not None:
-            check_filter(subject)
-        if token is not None:
-            check_int(token, "token", low=0)
-            if key is not None:
-                raise ValueError("pass key or token: a token that is the number of the partition needs no key")
-            if subject is None or subject.split(".")[token : token + 1] != ["*"]:
-                raise ValueError(f"subject must have a * at position {token}, where the partition is, not {subject!r}")
-        self.context: JetStreamContext = js
-        self.stream: str = stream
-        self.name: str = name
-        self.partitions: int = check_int(partitions, "partitions", high=MOST_PARTITIONS)
-        self.key: tuple[int, ...] | None = None if key is None else _positions(key)
-        self.subject: str | None = subject
-        self.token: int | None = token
-        self.bucket: str = bucket
-        self.heartbeat: float = check_seconds(heartbeat, "heartbeat")
-        if not _SHORTEST <= heartbeat <= _LONGEST:
-            raise ValueError(f"heartbeat must be from {_SHORTEST} to {_LONGEST:,} seconds, not {heartbeat!r}")
-        self.ttl: int = max(2, math.ceil(3 * heartbeat))
-        self._plan = GroupPlan(
+        self._plan = plan = GroupPlan(
             context=js,
             stream=stream,
             name=name,
-            partitions=self.partitions,
-            key=self.key,
+            partitions=partitions,
+            key=key,
             subject=subject,
             token=token,
             start=start,
-            heartbeat=self.heartbeat,
-            ttl=self.ttl,
-            margin=self.ttl * _MARGIN,
-            buffer=check_int(buffer, "buffer"),
+            bucket=bucket,
+            heartbeat=heartbeat,
+            buffer=buffer,
             on_lost=on_lost,
-            poll=check_seconds(poll, "poll"),
+            timeout=timeout,
+            patience=patience,
+            poll=poll,
             doorbell=doorbell,
-            store=GroupStore(js, bucket, stream, name, timeout=timeout, patience=check_seconds(patience, "patience")),
         )
-        self._plan.reader(None, First())  # checks `on_lost`
-        self._store = self._plan.store
+        self.context: JetStreamContext = js
+        self.stream: str = stream
+        self.name: str = name
+        self.partitions: int = partitions
+        self.key: tuple[int, ...] | None = None if plan.key is None else tuple(plan.key)
+        self.subject: str | None = subject
+        self.token: int | None = token
+        self.bucket: str = bucket
+        self.heartbeat: float = plan.heartbeat
+        self.ttl: int = plan.ttl
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r} of stream {self.stream!r}: {counted(self.partitions, 'partition')}>"
@@ -259,7 +237,7 @@ class Group:
         check_name(name, "group name")
         store = GroupStore(js, bucket, stream, name, timeout=timeout, patience=check_seconds(patience, "patience"))
         await store.open()
-        known = await store.settings()
+        known = store.decode(Settings, await store.settings_writer().read())
         if known is None:
             raise KeyError(f"bucket {bucket!r} has no group {name!r} of stream {stream!r}")
         return cls(
@@ -360,18 +338,17 @@ class Group:
 
         Cancellation: Safe; nothing is left behind.
         """
-        await self._store.open()
+        await self._plan.store.open()
         state = await self._plan.stream_state()
-        settings, members, records = await self._records()
-        if settings is not None:
-            records = {number: record for number, record in records.items() if record.epoch == settings.epoch}
-        positions = {number: record.seq for number, record in records.items()}
-        if settings is not None:
-            self._plan.check_settings(settings, settings.output)
-            if settings.output is not None:
-                positions = await self._output_positions(settings)
-        start = state.first_seq if settings is None else settings.start
-        owners = {number: record.owner for number, record in records.items() if record.owner in members}
+        view = await self._view()
+        if view is None:
+            start, positions, owners = state.first_seq, dict[int, int](), dict[int, str]()
+        else:
+            self._plan.check_settings(view.settings, view.settings.output)
+            start, positions = view.settings.start, view.positions
+            if view.settings.output is not None:
+                positions = await self._output_positions(view.settings)
+            owners = {number: owner.id for number, owner in view.owners.items() if owner.id in view.members}
         partitions = tuple(
             PartitionStatus(number, owners.get(number), position, max(0, state.last_seq + 1 - position))
             for number in range(self.partitions)
@@ -379,9 +356,9 @@ class Group:
         )
         found = (
             MemberStatus(
-                member, record.label, seen, record.leaving, tuple(sorted(n for n, it in owners.items() if it == member))
+                it, record.label, seen, record.leaving, tuple(sorted(n for n, own in owners.items() if own == it))
             )
-            for member, (record, seen) in members.items()
+            for it, (record, seen) in ({} if view is None else view.members).items()
         )
         ordered = tuple(sorted(found, key=lambda member: (member.label, member.id)))
         return GroupStatus(self.name, self.stream, ordered, partitions, state.last_seq)
@@ -407,49 +384,42 @@ class Group:
 
         Cancellation: All partitions start at the new place, or none.
         """
-        await self._store.open()
-        writer = self._store.writer(self._store.config_key, "its settings")
+        await self._plan.store.open()
+        writer = self._plan.store.settings_writer()
         await writer.read()
-        before, members, records = await self._records()
-        if members:
-            labels = sorted(record.label for record, _ in members.values())
-            seconds = max(record.seconds for record, _ in members.values())
+        view = await self._view()
+        if view is None:
+            raise KeyError(f"bucket {self.bucket!r} has no group {self.name!r} of stream {self.stream!r}")
+        if view.members:
+            labels = sorted(record.label for record, _ in view.members.values())
+            seconds = max(record.seconds for record, _ in view.members.values())
             raise GroupActiveError(
                 f"group {self.name!r} of stream {self.stream!r} has members that are alive: {', '.join(labels)}; nothing was changed; "
                 f"stop them (the key of one that died ends within {seconds} s)",
                 members=tuple(labels),
             )
-        if before is None:
-            raise KeyError(f"bucket {self.bucket!r} has no group {self.name!r} of stream {self.stream!r}")
+        before = view.settings
         if start is None:
             if before.output is not None:
                 raise ValueError(
                     f"group {self.name!r} stores outputs exactly once, and its partitions are at different positions; pass start"
                 )
             (await self._plan.stream_state()).check_created(before.created)
-            known = [records.get(number) for number in range(before.partitions)]
-            start = Seq(min(it.seq if it is not None and it.epoch == before.epoch else before.start for it in known))
+            start = Seq(min(view.positions.get(number, before.start) for number in range(before.partitions)))
         settings = await self._plan.settings(start, before.output)
-        await writer.store([], settings.encode())
+        await writer.store([], encode(settings))
         return settings.start
 
-    async def _records(
-        self,
-    ) -> tuple[Settings | None, dict[str, tuple[MemberRecord, datetime]], dict[int, Record]]:
-        store = self._store
-        retry = Retry(store.patience, transient=is_transient_read)
+    async def _view(self) -> GroupView | None:
+        """Return what the bucket has of the group at one moment; None for a group that has not started."""
+        store, retry = self._plan.store, Retry(self._plan.store.patience, transient=is_transient_read)
         found = await retry.call(lambda: snapshot(store.kv, [f"{store.prefix}>"], timeout=store.timeout))
-        settings: Settings | None = None
-        members: dict[str, tuple[MemberRecord, datetime]] = {}
-        records: dict[int, Record] = {}
+        if (config := found.get(store.config_key)) is None:
+            return None
+        view = GroupView(store, store.decode_value(Settings, store.config_key, config.value))
         for key, entry in found.items():
-            if key == store.config_key:
-                settings = store.decode_value(Settings, key, entry.value)
-            elif (member := store.member_of(key)) is not None:
-                members[member] = store.decode_value(MemberRecord, key, entry.value), entry.created
-            elif (number := store.partition_of(key)) is not None:
-                records[number] = store.decode_value(Record, key, entry.value)
-        return settings, members, records
+            view.note(key, entry)
+        return view
 
     async def _output_positions(self, settings: Settings) -> dict[int, int]:
         assert settings.output is not None
@@ -457,9 +427,11 @@ class Group:
 
         async def find(number: int) -> tuple[int, int] | None:
             subject = f"{prefix}.{self.name}.{number}"
-            find = Retry(self._store.patience)
+            find = Retry(self._plan.store.patience)
             found = await find.call(
-                lambda: get_at_leader(self._store.context, stream, {"last_by_subj": subject}, self._store.timeout)
+                lambda: get_at_leader(
+                    self._plan.store.context, stream, {"last_by_subj": subject}, self._plan.store.timeout
+                )
             )
             try:
                 record = None if found is None else Record.decode(found.data)
@@ -471,14 +443,11 @@ class Group:
         return dict(it for it in found if it is not None)
 
 
-def _positions(key: object) -> tuple[int, ...]:
-    if isinstance(key, str | bytes | int) or not isinstance(key, Iterable):
-        hint = f"; give [{key}]" if isinstance(key, int) else ""
-        raise TypeError(f"key must be a list of positions of subject tokens, from 0, or None, not {shown(key)}{hint}")
-    positions = tuple(check_int(position, "a position in key", low=0) for position in key)
-    if not positions:
-        raise ValueError("key must name at least one token; None is the whole subject")
-    return positions
+def plan_of(group: Group) -> GroupPlan:
+    """Return the plan of a group; raise TypeError for anything else."""
+    if not isinstance(group, Group):
+        raise TypeError(f"group must be a Group, not {type(group).__name__}")
+    return group._plan  # noqa: SLF001 - its own module
 
 
 async def list_groups(
@@ -500,10 +469,3 @@ async def list_groups(
     check_name(bucket, "bucket name")
     found = await snapshot(open_bucket(js, bucket), ["*.*.config"], timeout=timeout)
     return sorted((decode_key(stream), decode_key(group)) for stream, group, _ in (key.split(".") for key in found))
-
-
-def plan_of(group: Group) -> GroupPlan:
-    """Return the plan of a group; raise TypeError for anything else."""
-    if not isinstance(group, Group):
-        raise TypeError(f"group must be a Group, not {type(group).__name__}")
-    return group._plan  # noqa: SLF001

@@ -1,10 +1,12 @@
-"""What the members of a group have in common: its arguments, its reading of the stream, and what is stored of it."""
+"""What the members of a group have in common: its arguments, what it reads, and what is stored of it."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
 from nats.js import JetStreamContext
@@ -13,25 +15,30 @@ from nats.nuid import NUID
 from jetstream_ext.client.api import stream_name, stream_state
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import StreamConfigMismatchError
-from jetstream_ext.log.group_store import GroupStore, Settings
-from jetstream_ext.log.lane import Lanes
+from jetstream_ext.log.group_store import MOST_PARTITIONS, GroupStore, Settings
+from jetstream_ext.log.job import check_keeps, check_unread
 from jetstream_ext.log.offsets import First, Last, New, Seq, Time
-from jetstream_ext.log.output_stream import check_letters
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import MSG_TTL
+from jetstream_ext.protocol.options import check_int, check_seconds, shown
 from jetstream_ext.protocol.partitions import Partitioner
-from jetstream_ext.protocol.subjects import overlap
+from jetstream_ext.protocol.subjects import check_filter, check_name, overlap
 from jetstream_ext.text import counted
 
 Start = First | Seq | Time | Last | New
 
-BUFFER_BYTES: Final = 4 << 20
+MARGIN: Final = 0.1
+"""The part of the TTL in which a member has stopped, and its key is still stored."""
+
+_FIRST: Final = First()
+_SHORTEST: Final = 0.1
+_LONGEST: Final = 86_400
 _PARTITION: Final = re.compile(r"\{\{\s*partition\(\s*(\d{1,9})\b", re.IGNORECASE)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class GroupPlan:
     """The checked arguments of a `Group`, and what its members do with them."""
 
@@ -39,22 +46,88 @@ class GroupPlan:
     stream: str
     name: str
     partitions: int
-    key: tuple[int, ...] | None
+    key: Sequence[int] | None
     subject: str | None
     token: int | None
     start: Start
+    bucket: str
     heartbeat: float
-    ttl: int  # seconds until the server removes the key of a member that is not renewed
-    margin: float
     buffer: int
     on_lost: Literal["error", "skip"]
+    timeout: float | None
+    patience: float
     poll: float
     doorbell: bool
-    store: GroupStore
+    ttl: int = field(init=False)  # seconds until the server removes the key of a member that is not renewed
+    store: GroupStore = field(init=False)
     partitioner: Partitioner = field(init=False)
 
     def __post_init__(self) -> None:
+        check_name(self.stream, "stream name")
+        check_name(self.name, "group name")
+        check_name(self.bucket, "bucket name")
+        if not isinstance(self.start, Start):
+            raise TypeError(f"start must be First(), Seq(n), Time(t), Last() or New(), not {self.start!r}")
+        token, subject = self.token, self.subject
+        if subject is not None:
+            check_filter(subject)
+        if token is not None:
+            check_int(token, "token", low=0)
+            if self.key is not None:
+                raise ValueError("pass key or token: a token that is the number of the partition needs no key")
+            if subject is None or subject.split(".")[token : token + 1] != ["*"]:
+                raise ValueError(f"subject must have a * at position {token}, where the partition is, not {subject!r}")
+        check_int(self.partitions, "partitions", high=MOST_PARTITIONS)
+        self.key = None if self.key is None else _positions(self.key)
+        self.heartbeat = check_seconds(self.heartbeat, "heartbeat")
+        if not _SHORTEST <= self.heartbeat <= _LONGEST:
+            raise ValueError(f"heartbeat must be from {_SHORTEST} to {_LONGEST:,} seconds, not {self.heartbeat!r}")
+        self.ttl = max(2, math.ceil(3 * self.heartbeat))
+        check_int(self.buffer, "buffer")
+        check_seconds(self.patience, "patience")
+        self.store = GroupStore(
+            self.context, self.bucket, self.stream, self.name, timeout=self.timeout, patience=self.patience
+        )
         self.partitioner = Partitioner(self.partitions, self.key)
+        self.reader()  # checks the other arguments
+
+    def reader(self, partition: int | None = None, start: Start = _FIRST) -> LogReader:
+        """Return a reader of all partitions, or with `token` of one."""
+        subject = self.subject
+        if partition is not None and subject is not None and self.token is not None:
+            tokens = subject.split(".")
+            tokens[self.token] = str(partition)
+            subject = ".".join(tokens)
+        return LogReader(
+            self.context,
+            self.stream,
+            start=start,
+            subject=subject,
+            on_lost=self.on_lost,
+            timeout=self.store.timeout,
+            patience=self.patience,
+            poll=self.poll,
+            doorbell=self.doorbell,
+        )
+
+    def partitions_of(self, messages: Sequence[StoredMsg]) -> Sequence[int]:
+        """Return the partition of each message; -1 for one that its token does not name.
+
+        Raises:
+            BadSubjectError: A message's subject is too short for the key.
+        """
+        if self.token is None:
+            return self.partitioner.of(messages)
+        numbers = {str(number): number for number in range(self.partitions)}
+        return [numbers.get(message.subject.split(".")[self.token], -1) for message in messages]
+
+    def reads(self, subject: str) -> bool:
+        """Return whether the group reads messages on `subject`, which may be a filter, of its stream."""
+        return self.subject is None or overlap(self.subject, subject)
+
+    async def stream_state(self) -> StreamState:
+        look = Retry(self.store.patience)
+        return await look.call(lambda: stream_state(self.store.context, self.stream, self.store.timeout))
 
     async def prepare(self, output: tuple[str, str] | None) -> Settings:
         """Return the settings of the group, which this object agrees with; create the group if it does not exist."""
@@ -70,47 +143,41 @@ class GroupPlan:
                 "match them"
             )
         await self.store.open(replicas=int(state.config.get("num_replicas") or 1))
-        settings = await self.store.settings()
-        if settings is None:
-            settings = await self.store.agree(await self.settings(self.start, output))
+        settings = await self.store.agree(lambda: self.settings(self.start, output))
         self.check_settings(settings, output)
         state.check_created(settings.created)
         return settings
 
-    def reads(self, subject: str) -> bool:
-        """Return whether the group reads messages on `subject`, which may be a filter, of its stream."""
-        return self.subject is None or overlap(self.subject, subject)
+    async def settings(self, start: Start, output: tuple[str, str] | None) -> Settings:
+        """Return the settings of a group that starts at this place."""
+        reader = self.reader(start=start)
+        position = await reader.open()
+        assert reader.created is not None
+        return Settings(
+            stream=self.stream,
+            created=reader.created,
+            partitions=self.partitions,
+            key=None if self.key is None else tuple(self.key),
+            subject=self.subject,
+            token=self.token,
+            start=position,
+            first=isinstance(start, First),
+            epoch=NUID().next().decode(),
+            output=output,
+        )
 
-    async def check_dead_letter(self, subject: str) -> None:
-        """Check that a stream keeps dead letters on `subject`, and that the group does not read them.
-
-        Raises:
-            StreamConfigMismatchError: No stream stores the subject, or it does not keep dead letters.
-            ValueError: The group would read them.
-        """
-        context, timeout, retry = self.store.context, self.store.timeout, Retry(self.store.patience)
-        name = await retry.call(lambda: stream_name(context, subject, timeout))
-        if name is None:
+    def check_settings(self, settings: Settings, output: tuple[str, str] | None) -> None:
+        """Raise StreamConfigMismatchError unless this object has these settings."""
+        wanted = {name: getattr(self, name) for name in ("partitions", "key", "subject", "token")} | {"output": output}
+        found = {name: getattr(settings, name) for name in wanted}
+        diff = {name: (value, found[name]) for name, value in wanted.items() if value != found[name]}
+        if diff:
+            differences = ", ".join(f"{name} {there!r} instead of {here!r}" for name, (here, there) in diff.items())
+            remedy = "use its settings, stop all members and call reset() to change them, or use another group name"
+            if "output" in diff:
+                remedy = "an exactly-once group keeps its positions in its output stream; use another group name"
             raise StreamConfigMismatchError(
-                f"group {self.name!r}: no stream stores subject {subject!r} of its dead letters; nothing was handled; add the "
-                "subject to a stream",
-                diff={"subjects": (subject, None)},
-            )
-        state = await retry.call(lambda: stream_state(context, name, timeout))
-        state.check_acks()
-        check_letters(state, subject)
-        if state.retention == "interest":
-            raise StreamConfigMismatchError(
-                f"group {self.name!r}: stream {name!r}, which stores subject {subject!r} of its dead letters, has interest retention and "
-                "keeps nothing that no consumer waits for; nothing was handled; use a stream with limits or workqueue retention",
-                diff={"retention": ("limits", state.retention)},
-            )
-        copies = [subject] if name == self.stream else (await self.stream_state()).copies_of(name, subject)
-        for copy in filter(self.reads, copies):
-            raise ValueError(
-                f"group {self.name!r}: its stream {self.stream!r} has the messages on {subject!r} of stream {name!r}, so the group would "
-                f"read each of its dead letters (on {copy!r}); nothing was handled; use another subject for dead letters, or a filter "
-                "(subject=) that does not match it"
+                f"group {self.name!r} of stream {self.stream!r} has {differences}; {remedy}", diff=diff
             )
 
     def _check_partitions(self, state: StreamState) -> None:
@@ -130,77 +197,34 @@ class GroupPlan:
                 diff={"partitions": (self.partitions, int(found[1]))},
             )
 
-    def check_settings(self, settings: Settings, output: tuple[str, str] | None) -> None:
-        """Raise StreamConfigMismatchError unless this object has these settings."""
-        wanted = {
-            "partitions": self.partitions,
-            "key": self.key,
-            "subject": self.subject,
-            "token": self.token,
-            "output": output,
-        }
-        diff = {
-            name: (value, getattr(settings, name)) for name, value in wanted.items() if value != getattr(settings, name)
-        }
-        if diff:
-            differences = ", ".join(f"{name} {there!r} instead of {here!r}" for name, (here, there) in diff.items())
-            remedy = "use its settings, stop all members and call reset() to change them, or use another group name"
-            if "output" in diff:
-                remedy = "an exactly-once group keeps its positions in its output stream; use another group name"
+    async def check_dead_letter(self, subject: str) -> None:
+        """Check that a stream keeps dead letters on `subject`, and that the group does not read them.
+
+        Raises:
+            StreamConfigMismatchError: No stream stores the subject, or it does not keep dead letters.
+            ValueError: The group would read them.
+        """
+        context, timeout, retry = self.store.context, self.store.timeout, Retry(self.store.patience)
+        name = await retry.call(lambda: stream_name(context, subject, timeout))
+        if name is None:
             raise StreamConfigMismatchError(
-                f"group {self.name!r} of stream {self.stream!r} has {differences}; {remedy}", diff=diff
+                f"group {self.name!r}: no stream stores subject {subject!r} of its dead letters; nothing was handled; add the "
+                "subject to a stream",
+                diff={"subjects": (subject, None)},
             )
+        state = await retry.call(lambda: stream_state(context, name, timeout))
+        state.check_acks()
+        check_keeps(state, subject, f"dead letters on {subject!r}", "stored", "letters")
+        what, patience, where = f"group {self.name!r}", self.store.patience, "the stream of its dead letters"
+        check = partial(check_unread, self.reader(), what, "dead letter", name, subject, where=where)
+        await check(timeout=timeout, patience=patience)
 
-    def lanes(self, settings: Settings) -> Lanes:
-        """Return the reading of the stream for a member."""
-        return Lanes(
-            lambda number: self.reader(number, First()),
-            self.partitioner.of if self.token is None else self._partitions_by_token,
-            name=self.name,
-            settings=settings,
-            buffer=self.buffer,
-            buffer_bytes=BUFFER_BYTES,
-        )
 
-    def _partitions_by_token(self, messages: Sequence[StoredMsg]) -> list[int]:
-        """Return the partitions that the subjects name; -1 for one that the group has not."""
-        numbers = {str(number): number for number in range(self.partitions)}
-        return [numbers.get(message.subject.split(".")[self.token or 0], -1) for message in messages]
-
-    def reader(self, number: int | None, start: Start) -> LogReader:
-        subject = self.subject
-        if number is not None and subject is not None and self.token is not None:
-            tokens = subject.split(".")
-            subject = ".".join([*tokens[: self.token], str(number), *tokens[self.token + 1 :]])
-        return LogReader(
-            self.context,
-            self.stream,
-            start=start,
-            subject=subject,
-            on_lost=self.on_lost,
-            timeout=self.store.timeout,
-            patience=self.store.patience,
-            poll=self.poll,
-            doorbell=self.doorbell,
-        )
-
-    async def stream_state(self) -> StreamState:
-        look = Retry(self.store.patience)
-        return await look.call(lambda: stream_state(self.store.context, self.stream, self.store.timeout))
-
-    async def settings(self, start: Start, output: tuple[str, str] | None) -> Settings:
-        reader = self.reader(None, start)
-        position = await reader.open()
-        assert reader.created is not None
-        return Settings(
-            stream=self.stream,
-            created=reader.created,
-            partitions=self.partitions,
-            key=self.key,
-            subject=self.subject,
-            token=self.token,
-            start=position,
-            first=isinstance(start, First),
-            epoch=NUID().next().decode(),
-            output=output,
-        )
+def _positions(key: object) -> tuple[int, ...]:
+    if isinstance(key, str | bytes | int) or not isinstance(key, Iterable):
+        hint = f"; give [{key}]" if isinstance(key, int) else ""
+        raise TypeError(f"key must be a list of positions of subject tokens, from 0, or None, not {shown(key)}{hint}")
+    positions = tuple(check_int(position, "a position in key", low=0) for position in key)
+    if not positions:
+        raise ValueError("key must name at least one token; None is the whole subject")
+    return positions

@@ -1,17 +1,15 @@
-"""What a group keeps in its bucket: its settings, its members, and who owns which partition.
+"""What is stored of a group in its bucket: its settings, its members, and for each partition a record of its owner and position.
 
-::
-
-    <stream>.<group>.config              what all members must agree on
-    <stream>.<group>.members.<id>        a member that is alive; the server removes it unless the member renews it
-    <stream>.<group>.partitions.<n>      a `Record`: the owner of a partition, the position in it, and what has failed there
-
-The position of an exactly-once group is in its output stream instead; see `log.group_worker`.
+The position of an exactly-once group is in its output stream instead; see `log.group_outputs`.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import contextlib
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -22,9 +20,10 @@ from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import operation
-from jetstream_ext.log.liveness import delete_key, encode_key, open_ttl_bucket, put_key
+from jetstream_ext.kv.entries import KeyValueEntry, operation
+from jetstream_ext.log.liveness import encode_key, open_ttl_bucket
 from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.membership import Owner
 from jetstream_ext.protocol.numbers import json_number, json_text
 from jetstream_ext.protocol.options import MAX_TTL
 from jetstream_ext.protocol.records import Record
@@ -50,9 +49,6 @@ class Settings:
     epoch: str  # a random one for each reset: records of another one do not count
     output: tuple[str, str] | None  # of an exactly-once group: its output stream, and the prefix of its positions
 
-    def encode(self) -> bytes:
-        return _encode(self)
-
     @classmethod
     def decode(cls, data: bytes) -> Settings:
         body = _decode(data)
@@ -70,10 +66,6 @@ class Settings:
             None if output is None else (json_text(output[0], "output"), json_text(output[1], "output")),
         )
 
-    def of_this_epoch(self, record: Record | None) -> Record | None:
-        """Return a record, or None if it is from before a reset."""
-        return None if record is None or record.epoch != self.epoch else record
-
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
@@ -83,9 +75,6 @@ class MemberRecord:
     leaving: bool
     seconds: int  # until the server removes the key
 
-    def encode(self) -> bytes:
-        return _encode(self)
-
     @classmethod
     def decode(cls, data: bytes) -> MemberRecord:
         body = _decode(data)
@@ -93,7 +82,7 @@ class MemberRecord:
         return cls(json_text(body["label"], "label"), body["leaving"] is True, seconds)
 
 
-def _encode(record: Settings | MemberRecord) -> bytes:
+def encode(record: Settings | MemberRecord) -> bytes:
     return orjson.dumps({"v": _VERSION, **asdict(record)})
 
 
@@ -118,19 +107,17 @@ class GroupStore:
         self.timeout: float = self.bucket.timeout
         self.prefix: str = f"{encode_key(stream, group)}."
         self.config_key: str = f"{self.prefix}config"
+        self.members: str = f"{self.prefix}members."
+        self._partitions = f"{self.prefix}partitions."
 
     def member_of(self, key: str) -> str | None:
         """Return the member whose key this is, or None."""
-        start = self.prefix + "members."
-        return key.removeprefix(start) if key.startswith(start) else None
+        return key.removeprefix(self.members) if key.startswith(self.members) else None
 
     def partition_of(self, key: str) -> int | None:
         """Return the partition whose record this key has, or None."""
-        start = self.prefix + "partitions."
-        text = key.removeprefix(start)
-        if not key.startswith(start) or not text.isdecimal() or not text.isascii() or len(text) > 5:
-            return None
-        return int(text)
+        found = re.fullmatch(re.escape(self._partitions) + "([0-9]{1,5})", key)
+        return None if found is None else int(found[1])
 
     async def open(self, *, replicas: int | None = None) -> None:
         """Check that the bucket can hold a group; create it with so many replicas if it does not exist.
@@ -148,8 +135,13 @@ class GroupStore:
                 diff={"max_age": (0, state.config["max_age"])},
             )
 
-    def writer(self, key: str, what: str) -> FencedWriter:
-        """Return a writer of the records on a key."""
+    def settings_writer(self) -> FencedWriter:
+        return self._writer(self.config_key, "its settings")
+
+    def partition_writer(self, partition: int) -> FencedWriter:
+        return self._writer(f"{self._partitions}{partition}", f"partition {partition}")
+
+    def _writer(self, key: str, what: str) -> FencedWriter:
         return FencedWriter(
             self.context,
             self.bucket.stream,
@@ -159,36 +151,15 @@ class GroupStore:
             patience=self.patience,
         )
 
-    def partition_writer(self, partition: int) -> FencedWriter:
-        return self.writer(f"{self.prefix}partitions.{partition}", f"partition {partition}")
-
-    async def settings(self) -> Settings | None:
-        """Return what the group's members have agreed on; None for a group that has not started."""
-        return self.decode(Settings, await self.writer(self.config_key, "its settings").read())
-
-    async def agree(self, settings: Settings) -> Settings:
-        """Store the settings, or return those that another member has stored."""
-        writer = self.writer(self.config_key, "its settings")
-        while True:
-            found = self.decode(Settings, await writer.read())
-            if found is not None:
-                return found
-            try:
-                await writer.store([], settings.encode())
-            except RecordMovedError:
-                continue
-            return settings
-
-    async def put_member(self, member: str, record: MemberRecord, timeout: float) -> None:
-        """Store the key of a member that is alive."""
-        await put_key(self.bucket, self._member_key(member), record.encode(), record.seconds, timeout)
-
-    async def delete_member(self, member: str, seconds: int) -> None:
-        # The marker goes, too: a member's id is never used again.
-        await delete_key(self.bucket, self._member_key(member), seconds, self.timeout)
-
-    def _member_key(self, member: str) -> str:
-        return f"{self.prefix}members.{member}"
+    async def agree(self, make: Callable[[], Awaitable[Settings]]) -> Settings:
+        """Return the settings that a member has stored, or else store those that `make` returns."""
+        writer = self.settings_writer()
+        while (found := self.decode(Settings, await writer.read())) is None:
+            settings = await make()
+            with contextlib.suppress(RecordMovedError):
+                await writer.store([], encode(settings))
+                return settings
+        return found
 
     def decode(self, kind: type[_Kind], found: StoredMsg | None) -> _Kind | None:
         """Return the record in a message, or None if there is none.
@@ -208,3 +179,63 @@ class GroupStore:
                 f"group {self.group!r}: key {key!r} of bucket {self.bucket.name!r} has a value that no member of a group of this "
                 f"version writes ({value[:80]!r}), so another program has written it; use another group name, or restore the value"
             ) from None
+
+
+@dataclass(slots=True)
+class GroupView:
+    """What the bucket has of a group, made of its keys.
+
+    Attributes:
+        members: The members that are alive by their ids, and when each was seen last.
+        owners: The owner of each partition that has a record of this epoch.
+        positions: The positions in these records.
+        revision: The bucket's revision that all this is of, at least.
+    """
+
+    store: GroupStore
+    settings: Settings
+    members: dict[str, tuple[MemberRecord, datetime]] = field(default_factory=dict)
+    owners: dict[int, Owner] = field(default_factory=dict)
+    positions: dict[int, int] = field(default_factory=dict)
+    revision: int = 0
+
+    @property
+    def leaving(self) -> set[str]:
+        """Those members that hand their partitions over."""
+        return {member for member, (record, _) in self.members.items() if record.leaving}
+
+    def note(self, key: str, entry: KeyValueEntry | None) -> bool:
+        """Note what a key has now (None: nothing); return whether a member or an owner is another one than before.
+
+        Raises:
+            StreamConfigMismatchError: The group was reset, or its settings were changed or deleted.
+            ValueError: Another program has written the key.
+        """
+        store = self.store
+        if (member := store.member_of(key)) is not None:
+            before = self.members.pop(member, None)
+            if entry is not None:
+                self.members[member] = store.decode_value(MemberRecord, key, entry.value), entry.created
+            after = self.members.get(member)
+            return before is None or after is None or before[0] != after[0]
+        if (number := store.partition_of(key)) is not None:
+            known = self.owners.pop(number, None)
+            record = None if entry is None else store.decode_value(Record, key, entry.value)
+            if record is not None and entry is not None and record.epoch == self.settings.epoch:
+                self.owners[number], self.positions[number] = Owner(record.owner or "", entry.revision), record.seq
+            return known is None or number not in self.owners or known.id != self.owners[number].id
+        if key == store.config_key:
+            self._check(None if entry is None else store.decode_value(Settings, key, entry.value))
+        return False
+
+    def _check(self, settings: Settings | None) -> None:
+        if settings == self.settings:
+            return
+        there = {} if settings is None else asdict(settings)
+        diff = {
+            name: (here, there.get(name)) for name, here in asdict(self.settings).items() if here != there.get(name)
+        }
+        raise StreamConfigMismatchError(
+            f"group {self.store.group!r} was reset, or its settings were changed; this member ends; join it again",
+            diff=diff,
+        )

@@ -9,46 +9,28 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Final
 
-import nats.errors
 from nats.js import JetStreamContext
-from nats.js.api import PubAck
-from nats.js.errors import APIError
 from nats.nuid import NUID
 
-from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import (
-    BadHeaderError,
-    FencedError,
-    MaxPayloadError,
-    RequestTimeoutError,
-    StreamRecreatedError,
-    batch_refusal,
-    server_error,
-)
+from jetstream_ext.errors import FencedError, StreamRecreatedError
 from jetstream_ext.log.assigned import BLOCK, AssignedPartition
-from jetstream_ext.log.dead_letter import DeadLetter
+from jetstream_ext.log.dead_letter import DeadLetter, after_failure
 from jetstream_ext.log.membership import GroupMembership
 from jetstream_ext.log.observed import observed_handling
 from jetstream_ext.log.offsets import OffsetStore, StoredOffset
-from jetstream_ext.log.pauses import Pauses
 from jetstream_ext.protocol.api import recreated
-from jetstream_ext.protocol.dead_letters import describe, is_too_large, letter_versions, one_line
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import MSG_ID
 from jetstream_ext.protocol.records import Failed
-from jetstream_ext.text import counted, get_logger
 from jetstream_ext.types import own_headers
-
-_log = get_logger("log")
 
 MessageHandler = Callable[[StoredMsg], Awaitable[None] | None]
 
 _IDLE: Final = 5.0
-_NOT_OBSERVED: Final = contextlib.nullcontext()
-_LONGEST_NOTE: Final = 200  # bytes of an error in a record
-_LONGEST_LOGGED: Final = 1024
+# Seconds between two pauses of a member's handlers, and of a pause.
+_PAUSE_EVERY, _PAUSE = 0.05, 0.002
 
 
 async def serve(member: GroupMembership, work: Callable[[AssignedPartition], Coroutine[Any, Any, None]]) -> None:
@@ -66,16 +48,16 @@ async def serve(member: GroupMembership, work: Callable[[AssignedPartition], Cor
 
 
 class PartitionSource:
-    """One partition as the input of an exactly-once worker; see `log.worker.Source`."""
+    """One partition as the input of an exactly-once worker; see `log.job.Source`."""
 
     def __init__(self, member: GroupMembership, assigned: AssignedPartition) -> None:
-        plan = member.plan
+        group = member.group
         self.name: str | None = None
-        self.stream: str = plan.stream
-        self.subject: str | None = plan.subject
-        self.context: JetStreamContext = plan.context
+        self.stream: str = group.stream
+        self.subject: str | None = group.subject
+        self.context: JetStreamContext = group.context
         self.confirm: bool = True
-        self.offsets: OffsetStore = OffsetStore(plan.context, plan.store.bucket.name)
+        self.offsets: OffsetStore = OffsetStore(group.context, group.store.bucket.name)
         self.created: str = member.assignment.settings.created
         self._member = member
         self._assigned = assigned
@@ -104,7 +86,7 @@ class PartitionSource:
     async def read_for(self, seconds: float, max_messages: int = 1000) -> list[StoredMsg] | None:
         """Return messages, an empty list after `seconds` without one, or None once the partition is revoked or lost."""
         assigned = self._assigned
-        dispatcher = assigned.lanes.dispatcher
+        dispatcher = assigned.dispatcher
         seconds = self._member.assignment.pause_between_commits(seconds)
         assigned.begin()
         with contextlib.suppress(TimeoutError):
@@ -117,6 +99,24 @@ class PartitionSource:
                     if not assigned.ending:
                         await assigned.given.wait()
         return None if assigned.ending else []
+
+
+class Pauses:
+    """When the handlers of a member may begin: those that never await would keep the event loop from all other tasks."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._ended = 0.0  # the last pause
+
+    async def breathe(self) -> None:
+        """Return when the next handler may begin. Others may run meanwhile, so all handlers wait during a pause."""
+        clock = asyncio.get_running_loop().time
+        if not self._lock.locked() and clock() - self._ended <= _PAUSE_EVERY:
+            return
+        async with self._lock:
+            if clock() - self._ended > _PAUSE_EVERY:
+                await asyncio.sleep(_PAUSE)
+                self._ended = clock()
 
 
 class GroupWorker:
@@ -147,34 +147,25 @@ class GroupWorker:
                     assigned.done.set()  # it stays in hand: it is not handled
                     return
                 await assignment.put_down(assigned)
-                if (
-                    assigned.failed is not None
-                    and assigned.failed.seq == message.seq
-                    and assignment.options.auto_commit
-                ):
+                failed = assigned.failed
+                if failed is not None and failed.seq == message.seq and assignment.options.auto_commit:
                     await assignment.store(assigned)  # so that it is not handled again, and its attempts are forgotten
                 await self._pauses.breathe()
                 self._member.ensure_valid()
 
     async def _call(self, message: StoredMsg) -> None:
-        plan, observer = self._member.plan, telemetry.observer
-        observed: contextlib.AbstractContextManager[Any] = _NOT_OBSERVED
-        if observer is not None:
-            observed = observed_handling(observer, plan.store.context.connection, plan.name, message)
-        with observed:
+        group = self._member.group
+        with observed_handling(group.store.context.connection, group.name, message):
             result = self._handler(message)
             if inspect.isawaitable(result):
                 await result
 
     async def _attempt(
-        self, assigned: AssignedPartition, message: StoredMsg, letters: DeadLetter, stopping: asyncio.Event
+        self, assigned: AssignedPartition, message: StoredMsg, letter: DeadLetter, stopping: asyncio.Event
     ) -> bool:
         """Handle a message until it is handled or a dead letter; return False if the partition is given up before."""
-        member, failed = self._member, assigned.failed
-        if failed is None or failed.seq != message.seq:
-            failed = None
-        error = "" if failed is None else failed.error
-        while failed is None or failed.attempts < letters.attempts:
+        member = self._member
+        while not stopping.is_set():
             try:
                 await self._call(message)
                 return True
@@ -183,83 +174,44 @@ class GroupWorker:
             except (Exception, asyncio.CancelledError) as raised:
                 if not member.assignment.holds(assigned) or member.error is not None or not member.is_open:
                     raise  # it was cancelled, whatever it has made of that
-                error = describe(raised)
-            failed = Failed(message.seq, 1 if failed is None else failed.attempts + 1, one_line(error, _LONGEST_NOTE))
-            if failed.attempts >= letters.attempts:
-                break
-            if not await member.assignment.store(assigned, failed):
-                return False
-            pause = letters.pause_after(failed.attempts)
-            _log.warning(
-                "%s: the handler failed for sequence %d (attempt %d of %d; the next one follows after %g s): %s",
-                member.name,
-                message.seq,
-                failed.attempts,
-                letters.attempts,
-                pause,
-                one_line(error, _LONGEST_LOGGED),
-            )
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await stopping.wait()
-            if stopping.is_set():
-                return False
-        assert failed is not None
-        await self._store_letter(message, failed.attempts, error, letters.subject)
-        assigned.failed = failed
-        return True
+                error = raised
+            if await after_failure(
+                letter,
+                message,
+                error,
+                assigned.failed,
+                what=member.name,
+                worker=member.group.name,
+                note=partial(member.assignment.store, assigned),
+                send=partial(self._send, letter.subject, message),
+                stopping=stopping,
+            ):
+                assigned.failed = Failed(message.seq, letter.attempts, "")
+                return True
+        return False
 
-    async def _store_letter(self, message: StoredMsg, attempts: int, error: str, subject: str) -> None:
-        plan, tried = self._member.plan, counted(attempts, "attempt")
-        what = f"{self._member.name}: sequence {message.seq} of stream {message.stream!r}"
-        letter_id = f"dead:{plan.store.bucket.name}:{plan.name}:{message.stream}:{message.seq}:{message.time_ns}"
-        refused: Exception | None = None
-        for payload, headers in letter_versions(message, attempts=attempts, error=error, worker=plan.name):
-            try:
-                pairs = list(headers.items())
-                ack = await self._publish(subject, payload, own_headers([*pairs, (MSG_ID, letter_id)]))
-                if ack.duplicate and not await self._has_letter(ack, subject, letter_id):
-                    other_id = f"{letter_id}:{NUID().next().decode()}"  # the letter with that id was deleted since
-                    await self._publish(subject, payload, own_headers([*pairs, (MSG_ID, other_id)]))
-            except Exception as reason:
-                refused = reason
-                if not is_too_large(reason):
-                    break
-            else:
-                text = one_line(error, _LONGEST_LOGGED)
-                _log.warning("%s was stored as a dead letter on %r after %s: %s", what, subject, tried, text)
-                return
-        assert refused is not None
-        raise _not_stored(
-            refused,
-            f"{what} failed ({tried}: {one_line(error, _LONGEST_NOTE)}), and its dead letter cannot be stored on {subject!r}: {refused}; the "
-            "message stays at the position of its partition",
-        ) from refused
+    async def _send(
+        self, subject: str, message: StoredMsg, payload: bytes, headers: dict[str, str]
+    ) -> Exception | None:
+        """Publish a dead letter under an id of its message; return why it may not be stored."""
+        group = self._member.group
+        letter_id = f"dead:{group.store.bucket.name}:{group.name}:{message.stream}:{message.seq}:{message.time_ns}"
+        try:
+            if not await self._publish(subject, payload, headers, letter_id):
+                # The letter with that id was deleted since.
+                await self._publish(subject, payload, headers, f"{letter_id}:{NUID().next().decode()}")
+        except Exception as error:
+            return error
+        return None
 
-    async def _has_letter(self, ack: PubAck, subject: str, letter_id: str) -> bool:
-        """Return whether a letter is stored of which the server has said that another one is its duplicate."""
-        store = self._member.plan.store
+    async def _publish(self, subject: str, payload: bytes, headers: dict[str, str], letter_id: str) -> bool:
+        """Publish a dead letter; return whether one with its id is stored."""
+        store = self._member.group.store
+        own, what = own_headers([*headers.items(), (MSG_ID, letter_id)]), f"the ack of the dead letter on {subject!r}"
+        publish = partial(store.context.publish, subject, payload, own, store.timeout, what)
+        ack = await Retry(store.patience).call(publish)
+        if not ack.duplicate:
+            return True
         look = partial(get_at_leader, store.context, ack.stream, {"seq": ack.seq}, store.timeout)
         found = await Retry(store.patience).call(look)
         return found is not None and (found.subject, found.headers.get(MSG_ID)) == (subject, letter_id)
-
-    async def _publish(self, subject: str, payload: bytes, headers: dict[str, str]) -> PubAck:
-        store = self._member.plan.store
-        publish = store.context.publish
-        return await Retry(store.patience).call(
-            lambda: publish(subject, payload, headers, store.timeout, f"the ack of the dead letter on {subject!r}")
-        )
-
-
-def _not_stored(error: Exception, text: str) -> Exception:
-    """Return an error of the same kind with another text."""
-    if isinstance(error, APIError) and error.err_code:
-        refusal = server_error(code=error.code, err_code=error.err_code, description=error.description or "")
-        return batch_refusal(refusal, text, outcome="not_stored")
-    if isinstance(error, MaxPayloadError | BadHeaderError):
-        return type(error)(text)
-    return RequestTimeoutError(f"{text}; the dead letter may be stored") if _is_late(error) else error
-
-
-def _is_late(error: Exception) -> bool:
-    return isinstance(error, nats.errors.TimeoutError | APIError)

@@ -6,11 +6,10 @@ from types import TracebackType
 from typing import Self
 
 from jetstream_ext.errors import FencedError
-from jetstream_ext.log.assigned import AssignedPartition
+from jetstream_ext.log.assigned import BLOCK, AssignedPartition
 from jetstream_ext.log.dead_letter import DeadLetter, check_dead_letter
-from jetstream_ext.log.group_worker import GroupWorker, MessageHandler, serve
+from jetstream_ext.log.group_worker import GroupWorker, MessageHandler, Pauses, serve
 from jetstream_ext.log.membership import GroupMembership
-from jetstream_ext.log.pauses import Pauses
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import check_function
 from jetstream_ext.text import get_logger, plural
@@ -37,7 +36,7 @@ class Member:
         self._told = False  # the caller knows the error
 
     def __repr__(self) -> str:
-        return f"<Member {self.label!r} of group {self._membership.plan.name!r}: partitions {list(self.partitions)}>"
+        return f"<Member {self.label!r} of group {self._membership.group.name!r}: partitions {list(self.partitions)}>"
 
     async def __aenter__(self) -> Self:
         await self._membership.open()
@@ -61,7 +60,7 @@ class Member:
 
     @property
     def partitions(self) -> tuple[int, ...]:
-        """The partitions that the member works on now."""
+        """The partitions that the member has now, also those for which `on_assigned` has not returned."""
         return self._assignment.active
 
     def __aiter__(self) -> Self:
@@ -98,7 +97,7 @@ class Member:
     def _pick_up(self) -> StoredMsg | None:
         """Return a message of any partition, a block of one after a block of another."""
         if self._current is None or not self._current.queue:
-            found = self._assignment.reader.next_block()
+            found = self._assignment.reader.dispatcher.take_any(BLOCK)
             if found is None:
                 return None
             self._current = self._assignment.partitions[found[0]]
@@ -163,7 +162,7 @@ class Member:
         self._reading = True
         try:
             if dead_letter is not None:
-                await membership.plan.check_dead_letter(dead_letter.subject)
+                await membership.group.check_dead_letter(dead_letter.subject)
             try:
                 await serve(membership, GroupWorker(membership, handler, dead_letter).work)
             finally:
@@ -192,9 +191,9 @@ class Member:
     async def commit(self) -> None:
         """Store the positions behind the messages that are handled.
 
-        In an iteration, the last message that it has returned counts as handled, whichever task calls this. In `on_revoked` the
-        call stores only the positions of the partitions that are handed over, of which nothing is being handled any more; so call
-        it in the callback itself, and not in a task that the callback starts. In a handler of `run`, messages that are still being handled do not count.
+        In an iteration, the last message that it has returned counts as handled, whichever task calls this. In a callback the
+        call stores only the positions of the callback's partitions, of which nothing is being handled any more; so call it in the
+        callback itself, and not in a task that it starts. In a handler of `run`, messages that are still being handled do not count.
 
         Raises:
             FencedError: Another member owns one of the partitions now; the positions of the others are stored.
@@ -204,20 +203,16 @@ class Member:
         """
         self._check()
         assignment, current = self._assignment, self._current
-        callbacks, numbers = assignment.callbacks, tuple(assignment.partitions)
-        if callbacks.is_running_here:
-            lost = await assignment.commit(numbers if callbacks.committable is None else callbacks.committable)
+        if numbers := assignment.callbacks.partitions_here:
+            lost = await assignment.commit(numbers)
         else:
-            lost = await assignment.commit(numbers, in_hand=assignment.work is None)
+            lost = await assignment.commit(tuple(assignment.partitions), in_hand=assignment.work is None)
             if current is not None and current.uncommitted_in_hand and not assignment.holds(current):
                 lost = sorted({*lost, current.number})
         if lost:
-            error = FencedError(
+            raise FencedError(
                 f"{self._membership.name}: the positions of {plural(len(lost), 'partition', 'partitions')} {', '.join(map(str, lost))} were "
                 "not stored, because this member has lost them: another one may own them and handle the messages since their last "
                 "commits again; the positions of the others are stored",
-                name=self._membership.plan.name,
+                name=self._membership.group.name,
             )
-            if callbacks.is_running_here:
-                callbacks.refused = error
-            raise error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 from weakref import WeakKeyDictionary
 
@@ -11,7 +11,7 @@ from jetstream_ext.client import telemetry
 from jetstream_ext.client.base_connection import BaseConnection
 from jetstream_ext.client.fenced_write import FencedWriter
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.types import BatchAck
+from jetstream_ext.types import BatchAck, BatchMessage
 
 
 class _Reader(Protocol):
@@ -21,6 +21,7 @@ class _Reader(Protocol):
     name: str | None
 
 
+_NOT_OBSERVED: Final = contextlib.nullcontext()
 _consumers: Final[WeakKeyDictionary[_Reader, str]] = WeakKeyDictionary()
 
 
@@ -59,37 +60,39 @@ def observed_receiving(
 
 
 def observed_handling(
-    observer: telemetry.Observer, connection: BaseConnection, consumer: str, given: StoredMsg | list[StoredMsg]
-) -> telemetry.Operation:
+    connection: BaseConnection, consumer: str, given: StoredMsg | list[StoredMsg]
+) -> contextlib.AbstractContextManager[telemetry.Operation | None]:
     """Begin the handling of one message or of a list, by the worker or group `consumer`."""
-    kind = telemetry.Kind.PROCESS
-    if isinstance(given, list):
-        operation = observer.begin(kind, connection, stream=given[0].stream, sources=given, consumer=consumer)
-        operation.describe(messages=len(given))
-        return operation
-    return observer.begin(
-        kind,
-        connection,
-        subject=given.subject,
-        stream=given.stream,
-        sources=[given],
-        consumer=consumer,
-        attributes={"messaging.message.id": str(given.seq)},
-    )
-
-
-def observed_commit(
-    observer: telemetry.Observer, connection: BaseConnection, stream: str, consumer: str, position: int
-) -> telemetry.Operation:
-    """Begin the storing of a position in a stream, by the reader, worker or group `consumer`."""
-    facts = {"jetstream_ext.position": position}
-    return observer.begin(telemetry.Kind.COMMIT, connection, stream=stream, consumer=consumer, attributes=facts)
-
-
-async def store_position(writer: FencedWriter, record: bytes, consumer: str, position: int) -> BatchAck:
-    """Store a record of a position, without messages."""
     observer = telemetry.observer
     if observer is None:
-        return await writer.store([], record)
-    with observed_commit(observer, writer.context.connection, writer.stream, consumer, position):
-        return await writer.store([], record)
+        return _NOT_OBSERVED
+    messages = given if isinstance(given, list) else [given]
+    first, one = messages[0], given is not messages
+    operation = observer.begin(
+        telemetry.Kind.PROCESS,
+        connection,
+        subject=first.subject if one else None,
+        stream=first.stream,
+        sources=messages,
+        consumer=consumer,
+        attributes={"messaging.message.id": str(first.seq)} if one else None,
+    )
+    if not one:
+        operation.describe(messages=len(messages))
+    return operation
+
+
+async def store_position(
+    writer: FencedWriter, record: bytes, consumer: str, position: int, messages: Sequence[BatchMessage] | None = None
+) -> BatchAck:
+    """Store a record of the position of the reader, worker or group `consumer`, behind messages if there are any."""
+    observer = telemetry.observer
+    if observer is None:
+        return await writer.store(messages or (), record)
+    kind, facts = telemetry.Kind.COMMIT, {"jetstream_ext.position": position}
+    with observer.begin(
+        kind, writer.context.connection, stream=writer.stream, consumer=consumer, attributes=facts
+    ) as operation:
+        if messages is not None:
+            operation.describe(messages=len(messages))
+        return await writer.store(messages or (), record)

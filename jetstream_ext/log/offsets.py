@@ -252,7 +252,6 @@ class OffsetStore:
         self._context = Context(js)
         self._timeout = self._context.resolve_timeout(timeout)
         self._patience = check_seconds(patience, "patience")
-        self._checked = False  # the bucket can be used
         self._writers: dict[str, FencedWriter] = {}
         self._id = NUID().next().decode()
 
@@ -417,14 +416,11 @@ class OffsetStore:
             )
 
     async def _open(self) -> None:
-        if self._checked:
-            return
         try:
             (await self._bucket.state(direct=False)).check_sequences()
         except BucketNotFoundError as error:
             error.description = f"{error.description}; OffsetStore(js, {self.bucket!r}).create() creates it"
             raise
-        self._checked = True
 
 
 class Committing:

@@ -6,22 +6,17 @@ import asyncio
 import contextlib
 import itertools
 import math
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from functools import partial
-from operator import attrgetter
 from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.doorbell import Waiter, shared
-from jetstream_ext.client.looks import Look
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
-from jetstream_ext.log.fetching import Fetcher
 from jetstream_ext.log.observed import consumer_of, observe_lag
 from jetstream_ext.log.offsets import (
     Checkpoint,
@@ -35,8 +30,7 @@ from jetstream_ext.log.offsets import (
     check_start,
     decode_checkpoint,
 )
-from jetstream_ext.log.verified import VerifiedLog
-from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.log.reading import TrustedLog, VerifiedLog
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import check_bool, check_int, check_seconds, check_word
 from jetstream_ext.protocol.records import Record
@@ -46,36 +40,6 @@ from jetstream_ext.text import get_logger, log_state
 _log = get_logger("log")
 
 _FIRST: Final = First()
-
-
-class _Buffer:
-    """The position, and the messages from there on that are ready to be returned."""
-
-    def __init__(self, position: int | None) -> None:
-        self.position: int | None = position
-        self.not_before: datetime | None = None
-        """What is stored before that time, and before the first message to return, is left out."""
-        self._rows: deque[StoredMsg] = deque()
-        self._after = 0  # the position once they are returned
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def fill(self, rows: list[StoredMsg], after: int) -> None:
-        """Add messages, with the position after them."""
-        if (start := self.not_before) is not None:
-            rows = list(itertools.dropwhile(lambda row: row.time < start, rows))
-            if rows:
-                self.not_before = None
-        self._rows.extend(rows)
-        self._after = after
-        if not rows:
-            self.position = after
-
-    def take(self) -> StoredMsg:
-        message = self._rows.popleft()
-        self.position = message.seq + 1 if self._rows else self._after
-        return message
 
 
 class LogReader:
@@ -196,17 +160,16 @@ class LogReader:
         self.tail: bool = tail
         self.confirm: bool = confirm
         self.name: str | None = start.name if isinstance(start, Stored) else None
-        self._patience = check_seconds(patience, "patience")
-        self._poll = check_seconds(poll, "poll")
-        self._context = Context(js)
-        self._timeout = self._context.resolve_timeout(timeout)
         self.offsets: OffsetStore = OffsetStore(js, timeout=timeout) if offsets is None else offsets
-        self._rings = doorbell and confirm
-        self._waiter: Waiter | None = None  # at the end of the stream
-        self._fetcher = Fetcher(self._context, stream, subject, self._timeout)
-        self._look: Look | None = None  # the last one
-        self._verified = VerifiedLog(
-            self._context, stream, subject, self._timeout, ask=self._ask, skips=on_lost == "skip"
+        self._patience = check_seconds(patience, "patience")
+        context, poll = Context(js), check_seconds(poll, "poll")
+
+        def new_waiter() -> Waiter:
+            return Waiter(shared(context, stream, subject), poll=poll, rings=doorbell and confirm)
+
+        # Groups use it as well: they read to the end again and again.
+        self.source: TrustedLog = (VerifiedLog if confirm else TrustedLog)(
+            context, stream, subject, context.resolve_timeout(timeout), new_waiter, skips=on_lost == "skip"
         )
         self._reading = False
         self._start_at(check_start(start))
@@ -220,7 +183,7 @@ class LogReader:
 
         With ``confirm=False`` the reader does not ask: it is what a stored position or checkpoint says, or None.
         """
-        return self._verified.created
+        return self.source.created
 
     @property
     def position(self) -> int | None:
@@ -230,7 +193,7 @@ class LogReader:
         above it. At the end, it is one more than the stream's last sequence, whether or not that message matched; with
         ``confirm=False`` it is one more than the sequence of the last message returned.
         """
-        return self._buffer.position
+        return self._position
 
     @property
     def checkpoint(self) -> str:
@@ -261,13 +224,16 @@ class LogReader:
             if isinstance(start, int):
                 start = Seq(start)
             self._start_at(start if isinstance(start, StoredOffset) else check_start(start))
-            log_state(_log, self._source, "seek", start=self._start)
+            log_state(_log, f"reader of {self.stream!r}", "seek", start=self._start)
 
     def _start_at(self, start: Start | StoredOffset) -> None:
         self._start = start
-        position = start.seq if isinstance(start, Seq) else None
-        self._buffer = _Buffer(position)
-        self._verified.restart(position)
+        self._position = start.seq if isinstance(start, Seq) else None
+        self._ready: deque[StoredMsg] = deque()  # the messages from the position on
+        self._after = 0  # the position once they are returned
+        # What is stored before that time, and before the first message to return, is left out.
+        self._not_before: datetime | None = None
+        self.source.restart(self._position)
 
     async def open(self) -> int:
         """Look the start up, unless that is done, and return the position.
@@ -287,11 +253,16 @@ class LogReader:
         return self
 
     async def __anext__(self) -> StoredMsg:
-        if not self._buffer:
+        if not self._ready:
             with self._exclusive():
                 if not await self._fill(math.inf, wait=self.tail):
                     raise StopAsyncIteration
-        return self._buffer.take()
+        return self._take()
+
+    def _take(self) -> StoredMsg:
+        message = self._ready.popleft()
+        self._position = message.seq + 1 if self._ready else self._after
+        return message
 
     async def read(self, max_messages: int = 1000, timeout: float | None = None) -> list[StoredMsg]:
         """Return the next messages: as many as are stored now, up to `max_messages`.
@@ -313,7 +284,7 @@ class LogReader:
         Cancellation: Safe: the position has not moved.
         """
         if timeout is None:
-            timeout = self._timeout if self.tail else 0.0
+            timeout = self.source.timeout if self.tail else 0.0
         check_seconds(timeout, "timeout", zero=True)
         return await self._read(max_messages, timeout or math.inf, wait=timeout > 0) or []
 
@@ -340,11 +311,11 @@ class LogReader:
 
     async def _read(self, max_messages: int, seconds: float, *, wait: bool) -> list[StoredMsg] | None:
         check_int(max_messages, "max_messages")
-        if not self._buffer:
+        if not self._ready:
             with self._exclusive():
                 if not await self._fill(asyncio.get_running_loop().time() + seconds, wait=wait):
                     return None
-        return [self._buffer.take() for _ in range(min(max_messages, len(self._buffer)))]
+        return [self._take() for _ in range(min(max_messages, len(self._ready)))]
 
     async def lag(self) -> int:
         """Return how many sequences the stream has at or above the position, whether or not their messages match.
@@ -361,15 +332,7 @@ class LogReader:
             return await self._retry().call(self._lag)
 
     async def _lag(self) -> int:
-        position = await self._resolve()
-        if self.confirm:
-            return max(0, (await self._verified.look()).last_seq + 1 - position)
-        rows, pending = await self._fetcher.fetch_unproved(position, consumer=consumer_of(self), count=1)
-        return len(rows) + pending
-
-    @property
-    def _source(self) -> str:
-        return f"reader of {self.stream!r}"  # for the log
+        return await self.source.lag(await self._resolve())
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -382,163 +345,78 @@ class LogReader:
             self._reading = False
 
     def _retry(self) -> Retry:
-        # Direct gets that the leader calls disabled stay disabled; once it allows them, the responders are only away.
-        def transient(error: Exception) -> bool:
-            return is_transient_read(error) if self._verified.readable else is_transient(error)
+        return Retry(self._patience, transient=self._is_transient)
 
-        return Retry(self._patience, transient=transient)
+    def _is_transient(self, error: Exception) -> bool:
+        # Direct gets that the leader calls disabled stay disabled; once it allows them, the responders are only away.
+        return is_transient_read(error) if self.source.readable else is_transient(error)
 
     async def _fill(self, until: float, *, wait: bool) -> bool:
         """Make messages ready, or return at the time `until`; without `wait`, return False at the end of the stream."""
-        loop, retry, few = asyncio.get_running_loop(), self._retry(), True
+        clock, retry, few = asyncio.get_running_loop().time, self._retry(), True
         waiter: Waiter | None = None
         with contextlib.ExitStack() as waiting:
             while True:
                 try:
-                    advance = partial(self._advance, few=few) if self.confirm else self._advance_unproved
-                    ended = await retry.attempt(partial(advance, until))
+                    ended = await retry.attempt(partial(self._advance, until, few=few))
                 except Exception as error:
                     few = False  # their answers may have been too large for the connection
                     observe_lag(self, None)
                     await retry.pause_if_transient(error)
-                    self._verified.state = None
+                    self.source.state = None
                     continue
                 if ended and not wait:
                     return False
-                if self._buffer or loop.time() >= until:
-                    if self._buffer and waiter is not None:
+                if self._ready or clock() >= until:
+                    if self._ready and waiter is not None:
                         waiter.found()
                     return True
                 retry.reset()
-                waiter = waiter or waiting.enter_context(waiter_of(self))
-                await wait_at_end(self, waiter, until)
+                waiter = waiter or waiting.enter_context(self.source.waiter)
+                await waiter.pause(self.source.state, self._position or 1, until)
 
     async def _advance(self, until: float, *, few: bool) -> bool:
-        """Make messages ready; return True if there are none up to the stream's end, as its leader reports.
+        """Make messages ready; return True if there are none up to the stream's end.
 
         That is the end that this call sees first, because others may store messages as fast as they are read. Return False
         at the time `until` as well, after a group that has nothing to return.
         """
-        loop, verified = asyncio.get_running_loop(), self._verified
-        before, end = verified.state, math.inf
-        position = await self._resolve()
-        while position <= end:
-            state = verified.state
-            if state is None or position > state.last_seq:
-                state = await verified.look_at(position, few=few and self._fetcher.may_ask_for(2))
-                if position > state.last_seq:
-                    observe_lag(self, 0)
-                    return True
-            if state is not before and state.leader_is_certain:
-                end = min(end, state.last_seq)
-            position = await self._read_group(position, state, few=few)
-            if self._buffer or loop.time() >= until:
-                return False
-        return True
-
-    async def _read_group(self, position: int, state: StreamState, *, few: bool) -> int:
-        """Read a group of messages, have the leader verify it, and make it ready; return the sequence behind it."""
-        verified = self._verified
-        position = await verified.begin(position, state)
-        complete = self.subject is None and state.has_every_sequence
-        # With the witness in the same answer, both are of the same stream.
-        first, last, consumer = position, state.last_seq, consumer_of(self)
-        if (witness := verified.witness) is not None and state.first_seq <= witness[0]:
-            first = min(position, witness[0])
-        few = few and (first < position or position == last)  # it has read up to here before, or there is only one
-        look = self._look if few else None
-        rows, end = await self._fetcher.fetch(first, position, last, look=look, consumer=consumer)
-        if verified.is_last(rows, position, state):
-            await verified.check_same(state, rows)
-        else:
-            state = await verified.look(rows)
-        rows = rows[bisect_left(rows, position, key=attrgetter("seq")) :]
-        rows, end = await verified.accept(position, rows, end, complete=complete)
-        self._make_ready(rows, end + 1)
-        observe_lag(self, max(0, state.last_seq + 1 - (self.position or position)))
-        return end + 1
-
-    async def _ask(self, ahead: Sequence[int] | None) -> StreamState:
-        if self._waiter is None:  # it has not waited at the end yet
-            return await stream_state(self._context, self.stream, self._timeout)
-        self._look = await self._waiter.look(ahead, self._timeout)
-        return self._look.state
-
-    async def _advance_unproved(self, until: float) -> bool:
-        """As `_advance`, as far as one responder after the other has messages."""
-        loop = asyncio.get_running_loop()
+        end, clock = math.inf, asyncio.get_running_loop().time
         position = await self._resolve()
         while True:
-            rows, pending = await self._fetcher.fetch_unproved(position, consumer=consumer_of(self))
-            self._verified.readable = True
+            rows, after, behind, last = await self.source.read(position, consumer_of(self), few=few)
+            observe_lag(self, behind)
+            if rows and (start := self._not_before) is not None:
+                rows = list(itertools.dropwhile(lambda row: row.time < start, rows))
             if rows:
-                position = rows[-1].seq + 1
-                self._make_ready(rows, position)
-            observe_lag(self, len(rows) + pending)
-            if self._buffer or loop.time() >= until:
+                self._ready.extend(rows)
+                self._after, self._not_before = after, None
+                log_state(_log, f"reader of {self.stream!r}", "messages ready", messages=len(rows), position=after)
                 return False
-            if not pending:
+            self._position = position = after
+            end = min(end, last)
+            if position >= end:
                 return True
-
-    def _make_ready(self, rows: list[StoredMsg], after: int) -> None:
-        self._buffer.fill(rows, after)
-        log_state(_log, self._source, "messages ready", messages=len(rows), position=after)
+            if clock() >= until:
+                return False
 
     async def _resolve(self) -> int:
         """Return the position; look up the start and the stream, unless that is done."""
-        verified = self._verified
-        if self.position is not None:
-            if verified.created is None and self.confirm:
-                verified.start_at(self.position, await verified.look())
-            return self.position
+        if self._position is not None and not (self.confirm and self.created is None):
+            return self._position
         start = self._start
         if isinstance(start, Stored):
             start = await self.offsets.fetch(start.name) or start.default
         if isinstance(start, Checkpoint):
             start = decode_checkpoint(start.text)
-        created = ""
-        if isinstance(start, StoredOffset):
-            created = start.created
-            if start.stream != self.stream:
-                what = f"the stored position of {start.name!r}" if start.name else "the checkpoint"
-                raise ValueError(
-                    f"{what} belongs to stream {start.stream!r}, and this reader reads {self.stream!r}; "
-                    f"{'take another name' if start.name else 'keep one checkpoint for each stream'}"
-                )
-        if self.confirm:
-            state = await verified.look()
-            state.check_created(created)
-            position = await self._fetcher.find(start, state)
-            since = min(start.when, state.now) if isinstance(start, Time) else None
-            verified.start_at(position, state, at_head=isinstance(start, First), since=since)
-        else:
-            verified.created = created or None
-            position = await self._fetcher.find_unproved(start)
+        if isinstance(start, StoredOffset) and start.stream != self.stream:
+            what = f"the stored position of {start.name!r}" if start.name else "the checkpoint"
+            raise ValueError(
+                f"{what} belongs to stream {start.stream!r}, and this reader reads {self.stream!r}; "
+                f"{'take another name' if start.name else 'keep one checkpoint for each stream'}"
+            )
+        self._position = await self.source.find(start)
         if isinstance(start, Time):
-            self._buffer.not_before = start.when  # there may be no message yet, and a responder may lack some
-        self._buffer.position = position
-        log_state(_log, self._source, "start found", position=position)
-        return position
-
-
-# For groups, which read to the end again and again.
-
-
-def waiter_of(reader: LogReader) -> Waiter:
-    """Return what waits at the end of a reader's stream."""
-    waiter = reader._waiter  # noqa: SLF001 - its own module
-    if waiter is None:
-        context, rings, poll = reader._context, reader._rings, reader._poll  # noqa: SLF001 - its own module
-        waiter = Waiter(shared(context, reader.stream, reader.subject), poll=poll, rings=rings)
-        reader._waiter = waiter  # noqa: SLF001 - its own module
-    return waiter
-
-
-async def wait_at_end(reader: LogReader, waiter: Waiter, until: float = math.inf) -> None:
-    """Wait at the end of a reader's stream until it is time to look for more, or until the time `until`."""
-    await waiter.pause(reader._verified.state, reader.position or 1, until)  # noqa: SLF001 - its own module
-
-
-def read_at_most(reader: LogReader, messages: int) -> None:
-    """Let a reader read groups of about so many messages, which it keeps until they are taken."""
-    reader._fetcher.most = messages  # noqa: SLF001 - its own module
+            self._not_before = start.when  # there may be no message yet, and a responder may lack some
+        log_state(_log, f"reader of {self.stream!r}", "start found", position=self._position)
+        return self._position

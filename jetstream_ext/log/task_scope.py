@@ -31,9 +31,13 @@ class TaskScope:
     def start(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         task = asyncio.create_task(self._run(work, what), name=f"jetstream_ext {what} of {self.name}")
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
-        task.add_done_callback(lambda _: self._ended())
+
+        def end(_: asyncio.Task[None]) -> None:
+            self._running.discard(task)
+            work.close()  # it may have been cancelled before it began
+            self._ended()
+
+        task.add_done_callback(end)
         return task
 
     async def _run(self, work: Coroutine[Any, Any, None], what: str) -> None:

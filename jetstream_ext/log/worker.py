@@ -1,59 +1,29 @@
-"""Exactly-once processing: read, process, write, with each input counted once.
+"""Exactly-once processing: read, process, write, with each input counted once; `log.work` does it.
 
-::
-
-    stand by  (standby=True) wait for the lease of this name (`log.liveness`)
-    claim     take the name over, and go to the stored position (`log.commits`)
-    work      read inputs, have them handled (`log.handling`), store what that made (`log.work`)
-    release   store that this worker has ended, and delete the lease
+In a group each partition is a worker whose commits are fenced in the output stream. The group's members decide which of them
+works on a partition. That only keeps two workers apart; if both think that the partition is theirs, the fence of its position
+lets only one of them store.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 
-from nats.js.errors import BucketNotFoundError
-
-from jetstream_ext.client.api import lookup_stream, stream_state
-from jetstream_ext.client.connection import Context, open_bucket
-from jetstream_ext.client.retry import Retry
+from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import FencedError
-from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.log.commits import Commits, Source
+from jetstream_ext.log.assigned import AssignedPartition
+from jetstream_ext.log.callbacks import Callback, JoinOptions
 from jetstream_ext.log.dead_letter import DeadLetter
-from jetstream_ext.log.handling import GroupHandler, Handler, Handling
-from jetstream_ext.log.liveness import Lease, lease_key, open_ttl_bucket
+from jetstream_ext.log.group import Group, plan_of
+from jetstream_ext.log.group_worker import PartitionSource, Pauses, serve
+from jetstream_ext.log.job import GroupHandler, Handler, Job
+from jetstream_ext.log.membership import GroupMembership
 from jetstream_ext.log.observed import reading_for
-from jetstream_ext.log.offsets import matches
 from jetstream_ext.log.reader import LogReader
-from jetstream_ext.log.work import Job, Work
+from jetstream_ext.log.work import Processed, run_worker
 from jetstream_ext.protocol.options import shown
-from jetstream_ext.protocol.subjects import check_subject, check_type
-from jetstream_ext.text import get_logger, log_state
-
-_log = get_logger("log")
-
-
-@dataclass(frozen=True, slots=True)
-class Processed:
-    """What `exactly_once` has done.
-
-    Attributes:
-        inputs: Messages read and handled.
-        outputs: Messages stored.
-        commits: Positions stored, each with its outputs, including those that took the name over and released it.
-        position: The next sequence to read.
-        dead_letters: Inputs that were stored as dead letters. They count as `inputs`, and not as `outputs`.
-    """
-
-    inputs: int
-    outputs: int
-    commits: int
-    position: int
-    dead_letters: int = 0
+from jetstream_ext.protocol.subjects import covers
 
 
 async def exactly_once(
@@ -111,7 +81,7 @@ async def exactly_once(
             10 s). All replicas must pass it. A worker that is alive holds a lease, a key with a TTL in the bucket of
             ``reader.offsets``, which is created if it does not exist. A handler that blocks the event loop for 10 s
             loses the lease. The lease makes nothing safe; the fence does. Cancel the call before you close or drain its
-            connection: without one it can neither delete the lease nor release the name.
+            connection: without one it can release neither the lease nor the name.
         position_may_vanish: Allow an output stream whose limits can remove the position (see Raises). A worker whose
             position was removed starts at the reader's start again.
         dead_letter: What to do with an input that fails: its handler raises, or its outputs cannot be stored. Without it
@@ -137,12 +107,11 @@ async def exactly_once(
             under another one (``subject_transform``), or its limits can remove it: ``max_age`` (without
             ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard ``old``), or a retention other than
             ``limits``. The same for dead letters, which ``max_msgs_per_subject`` can remove too. With ``standby=True``: the
-            bucket exists and lacks ``allow_msg_ttl`` (`jetstream_ext.kv.enable`). Raised before anything is read.
-        StreamConfigMismatchError: As for the reader, also while the worker runs: consumers remove inputs.
+            bucket exists and lacks ``allow_msg_ttl`` (`jetstream_ext.kv.enable`). Raised before anything is read. As for the
+            reader, also while the worker runs: consumers remove inputs.
         PositionLostError, StreamRecreatedError: As for the reader: the input at the position is gone. The outputs of the
-            inputs before it are stored.
-        StreamRecreatedError: Also if the answer to a commit was lost, and the output stream was deleted and created again
-            and now holds another position at the sequence of this worker's. Nothing of that commit is stored.
+            inputs before it are stored. The latter also if the answer to a commit was lost, and the output stream was deleted
+            and created again, and has another position at the sequence of this worker's. Nothing of that commit is stored.
         BadSubjectError: An output's subject is not one of the output stream's, or is the position's.
         AtomicPublishTooLargeError: The outputs of one input (or of a group) exceed the server's batch limit.
         MessageTooLargeError: An output, or the position, is larger than the output stream's ``max_msg_size``. Nothing of that
@@ -163,7 +132,7 @@ async def exactly_once(
             which has only its origin and the beginning of the error, cannot be stored. The input stays at the position.
 
     Cancellation: Safe at every point, as a crash is: a commit that was sent is stored completely or not at all. Nothing
-        is left behind. The call first stores that it ends, and with ``standby=True`` deletes its lease; each takes 2 s at
+        is left behind. The call first stores that it ends, and with ``standby=True`` releases its lease; each takes 2 s at
         most.
 
     Requires: nats-server 2.12.1 and ``allow_atomic`` on the output stream (ADR-50); what the reader requires;
@@ -176,6 +145,8 @@ async def exactly_once(
         context=Context(reader.context),
         output_stream=output_stream,
         handler=handler,
+        name=name,
+        prefix=prefix,
         max_messages=max_messages,
         grouped=grouped,
         dead_letter=dead_letter,
@@ -183,159 +154,115 @@ async def exactly_once(
         timeout=timeout,
         patience=patience,
     )
-    worker = Worker(job, reader, prefix, name, standby=standby)
     with reading_for(reader, name):
-        return await worker.run()
+        return await run_worker(job, reader, standby=standby, stopping=asyncio.Event())
 
 
-def position_subject(prefix: str, name: str) -> str:
-    """Return the subject of the positions of a worker; raise BadSubjectError or TypeError if it cannot be one."""
-    check_type(prefix, "prefix")
-    check_type(name, "name")
-    subject = f"{prefix}.{name}"
-    check_subject(subject)
-    return subject
+async def exactly_once_group(
+    group: Group,
+    output_stream: str,
+    handler: Handler | GroupHandler,
+    *,
+    prefix: str,
+    label: str | None = None,
+    max_messages: int = 100,
+    grouped: bool = False,
+    on_assigned: Callback | None = None,
+    on_revoked: Callback | None = None,
+    on_partitions_lost: Callback | None = None,
+    revoke_timeout: float = 60.0,
+    dead_letter: DeadLetter | None = None,
+    position_may_vanish: bool = False,
+    timeout: float | None = None,
+    patience: float = 30.0,
+) -> None:
+    """Join a group, and turn the messages of this member's partitions into outputs that are stored exactly once.
 
+    ::
 
-class Worker:
-    """One start of the worker `name`; with an `epoch` that of a partition of a group (see `Commits`).
+        group = log.Group(js, "ORDERS", "sums", partitions=8, key=[1])
+        await log.exactly_once_group(group, "TOTALS", handle, prefix="totals-at")    # until it is cancelled
 
-    `breathe` is called before each call of the handler, which may keep the event loop.
+    Each partition is processed as by `exactly_once`, at the same time as the others: one atomic batch stores the outputs of
+    its inputs and its position, on ``<prefix>.<group>.<partition>`` in the output stream. The inputs of a key are handled in
+    order, also when the partition moves to another member. A member that was suspended and has lost its partitions stores
+    nothing more.
+
+    The handler is called by several tasks at once, one for each partition, on one event loop. To use several cores, start
+    several processes.
+
+    Args:
+        group: The group; its `start` is where it begins.
+        output_stream: The stream that the outputs and the positions go to.
+        handler: As for `exactly_once`.
+        prefix: One of the output stream's subjects must match ``<prefix>.<group>.<partition>``. All members must agree on it.
+        label: The member's name for people, as for `Group.join`.
+        on_assigned: As for `Group.join`.
+        on_revoked: As for `Group.join`; the partitions' last commits are stored already.
+        on_partitions_lost: As for `Group.join`.
+        revoke_timeout: As for `Group.join`; the handlers of what is lost are cancelled.
+        max_messages: As for `exactly_once`, for each partition.
+        grouped: As for `exactly_once`: the inputs of one list are all of one partition.
+        dead_letter: As for `exactly_once`. A pause before the next attempt does not hold up the other partitions.
+        position_may_vanish: As for `exactly_once`.
+        timeout: Seconds to wait for an answer of the output stream; None is the context's own.
+        patience: As for `exactly_once`.
+
+    Raises:
+        StreamConfigMismatchError: The output stream cannot hold the outputs and positions (see `exactly_once`), or the group
+            has other settings.
+        Exception: As for `Group.join` and `exactly_once`, except FencedError: a partition that another member has taken is
+            given up. Exceptions of the handler end the member, and another member handles the input.
+
+    Cancellation: Safe at every point, as for `exactly_once`. The member leaves first: its partitions have
+        1 s to end behind their current commits.
+
+    Requires: What `Group` and `exactly_once` require.
     """
+    plan = plan_of(group)
+    job = Job(
+        context=Context(group.context),
+        output_stream=output_stream,
+        handler=handler,
+        name=group.name,
+        prefix=prefix,
+        max_messages=max_messages,
+        grouped=grouped,
+        dead_letter=dead_letter,
+        position_may_vanish=position_may_vanish,
+        timeout=timeout,
+        patience=patience,
+    )
+    if dead_letter is not None and covers(f"{prefix}.{group.name}.*", dead_letter.subject):
+        raise ValueError(f"subject {dead_letter.subject!r} is that of a position; use another one for dead letters")
+    options = JoinOptions(
+        label=label,
+        on_assigned=on_assigned,
+        on_revoked=on_revoked,
+        on_partitions_lost=on_partitions_lost,
+        revoke_timeout=revoke_timeout,
+    )
+    member, pauses = GroupMembership(plan, options), Pauses()
 
-    def __init__(
-        self,
-        job: Job,
-        reader: Source,
-        prefix: str,
-        name: str,
-        *,
-        standby: bool = False,
-        epoch: str = "",
-        breathe: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        subject = position_subject(prefix, name)
-        if job.dead_letter is not None and job.dead_letter.subject == subject:
-            raise ValueError(f"subject {subject!r} is that of the worker's position; use another one for dead letters")
-        self._job = job
-        self._reader = reader
-        self._name = name
-        self._what = f"worker {name!r}"
-        self._standby = standby
-        self._epoch = epoch
-        self._breathe = breathe
-        self._output = job.output(subject)
-        self._lease: Lease | None = None
-        self._stopping = asyncio.Event()
-
-    def stop(self) -> None:
-        """Let `run` return behind what is handled, or at once from a pause after a failed attempt.
-
-        A source ends the wait for input itself (see `Source`).
-        """
-        self._stopping.set()
-
-    async def run(self) -> Processed:
-        """Claim the position, and work until the source ends, `stop` is called, or an exception ends it.
-
-        Cancellation: Safe, as a crash is; the name and the lease are released.
-        """
-        handling = Handling(self._job.handler, self._output, self._name, goes_on=self._job.dead_letter is not None)
-        await self._check()
-        log_state(_log, self._what, "started", stream=self._reader.stream, output=self._output.name)
-        commits: Commits | None = None
+    async def work(assigned: AssignedPartition) -> None:
+        stopping = asyncio.Event()
+        assigned.stop = stopping.set
         try:
-            if self._standby:
-                await self._stand_by()
-                await self._check()  # that may have taken weeks
-            commits = Commits(self._output, self._reader, self._name, epoch=self._epoch)
-            await commits.claim(self._check_lease)
-            log_state(_log, self._what, "position claimed", position=commits.position)
-            work = Work(
-                self._name,
-                self._reader,
-                handling,
-                commits,
-                self._output,
-                self._job,
-                stopping=self._stopping,
-                check=self._check_lease,
-                breathe=self._breathe,
+            await run_worker(
+                replace(job, name=f"{group.name}.{assigned.number}"),
+                PartitionSource(member, assigned),
+                epoch=member.assignment.settings.epoch,
+                stopping=stopping,
+                breathe=pauses.breathe,
             )
-            position = await work.run()
-            await commits.release(position)
-            log_state(_log, self._what, "ended", position=position, inputs=work.inputs)
-            return Processed(work.inputs, work.outputs, commits.count, position, work.buried)
-        except (Exception, asyncio.CancelledError) as error:
-            position = 0 if commits is None else commits.position
-            event = "fenced" if isinstance(error, FencedError) else "ended"
-            log_state(_log, self._what, event, error=error, position=position)
-            if commits is not None:
-                await commits.release_after_error()
-            raise
-        finally:
-            if self._lease is not None:
-                await self._lease.release()
+        except FencedError as error:
+            if error.seq is None:  # its position was removed: it would start again
+                raise
+            member.assignment.fenced(assigned)
 
-    async def _stand_by(self) -> None:
-        """Wait for the lease of the name."""
-        bucket, key = self._lease_key()
-        patience, look = self._job.patience, partial(stream_state, self._job.context, self._reader.stream)
-        try:
-            await open_ttl_bucket(bucket, self._what, patience)
-        except BucketNotFoundError:
-            input_state = await Retry(patience).call(look)
-            replicas = int(input_state.config.get("num_replicas") or 1)
-            await open_ttl_bucket(bucket, self._what, patience, replicas=replicas)
-        self._lease = Lease(bucket, key, name=self._what, patience=patience)
-        await self._lease.acquire()
-
-    async def _check(self) -> None:
-        """Raise an error unless the output stream can be used, and ValueError if the reader would return what is stored there."""
-        await self._output.check()
-        output = self._output
-        await self._check_excluded("position", "the output stream", output.name, output.record)
-        if output.letters is not None:
-            await self._check_excluded("dead letter", "the output stream", output.name, output.letters)
-        if self._standby:
-            bucket, key = self._lease_key()
-            if bucket.context.prefix == self._job.context.prefix:
-                await self._check_excluded(
-                    "lease", "the stream of the lease's bucket", bucket.stream, bucket.subject(key)
-                )
-
-    async def _check_excluded(self, what: str, where: str, stream: str, subject: str) -> None:
-        """Raise ValueError if the reader would return what this worker stores in a stream on a literal subject."""
-        reader = self._reader
-        own = reader.stream == stream
-        how = f"is {where}" if own else f"copies {where} {stream!r}"
-        for copy in [subject] if own else await self._copied_as(stream, subject):
-            if matches(reader, copy):
-                raise ValueError(
-                    f"{self._what}: the reader's stream {reader.stream!r} {how}, so the reader would return each {what} "
-                    f"of this worker (on {copy!r}) as an input, without end; nothing was stored; give the reader a filter "
-                    "(subject=) that does not match this subject"
-                )
-
-    async def _copied_as(self, stream: str, subject: str) -> list[str]:
-        """Return the subjects, or filters that match them, on which the input stream has copies of another one's messages."""
-        reader = self._reader
-        if reader.confirm:
-            look = partial(stream_state, self._job.context, reader.stream, self._output.timeout)
-            return (await Retry(self._job.patience).call(look)).copies_of(stream, subject)
-        # Its leader may be away, or not to be asked.
-        known = await lookup_stream(self._job.context, subject, reader.stream, self._output.timeout)
-        return [] if known is None else known[0].copies_of(stream, subject)
-
-    def _lease_key(self) -> tuple[Bucket, str]:
-        offsets = self._reader.offsets
-        bucket = Bucket(open_bucket(offsets.context, offsets.bucket), self._output.timeout)
-        return bucket, lease_key(self._output.name, self._output.record)
-
-    def _check_lease(self) -> None:
-        if self._lease is not None and self._lease.lost:
-            raise FencedError(
-                f"{self._what} on stream {self._output.name!r}: another worker of this name has taken its lease, which "
-                "was not renewed in time; stop this one, which stores nothing more",
-                name=self._name,
-            )
+    member.assignment.work = work
+    await member.open((output_stream, prefix))
+    try:
+        await serve(member, work)
+    finally:
+        await member.close(clean=False)

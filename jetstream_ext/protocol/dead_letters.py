@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Final
-from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
+from urllib.parse import quote, quote_from_bytes
 
-from jetstream_ext.errors import BadHeaderError, ErrorCode, MaxPayloadError, MessageTooLargeError, ResponseError
+from jetstream_ext.errors import BadHeaderError, ErrorCode, MaxPayloadError, MessageTooLargeError
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.api import parse_time
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import parse_number
 from jetstream_ext.text import printable
@@ -57,24 +59,40 @@ _ROOM: Final = 512  # bytes that a publication may add to a letter's headers: it
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a dead letter comes from and why; the headers are those of the input that can be sent again.
+class DeadLetterMessage:
+    """A dead letter, and where it comes from.
 
     Attributes:
-        cut: What the letter lacks because it would have been too large: ``data``, ``headers`` or both.
-        complete: Whether the subject, the data and `headers` are all that the input had.
+        message: The message as it is stored.
+        stream: The stream of the input.
+        subject: The subject of the input.
+        seq: The sequence of the input in its stream.
+        time: When the input was stored (aware, UTC).
+        attempts: How often it was tried.
+        error: The error of the last attempt.
+        worker: The worker's name.
+        headers: The headers of the input that can be sent again.
+        cut: What the letter lacks because its stream had refused it as too large: ``data`` (all but the first 4,096 bytes, or
+            everything), ``headers`` or both.
+        complete: Whether `data`, the subject and `headers` are all that the input had, so that it can be handed back.
     """
 
+    message: StoredMsg
     stream: str
     subject: str
     seq: int
-    time_ns: int
+    time: datetime
     attempts: int
     error: str
     worker: str
     headers: tuple[tuple[str, str], ...]
     cut: tuple[str, ...]
     complete: bool
+
+    @property
+    def data(self) -> bytes:
+        """The payload of the input, or what the letter has of it (see `cut`)."""
+        return self.message.data
 
 
 def describe(error: BaseException) -> str:
@@ -99,9 +117,13 @@ def kept_headers(raw: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for name, value in raw:
         text, content = name.decode("utf-8", "replace"), value.decode("utf-8", "replace")
-        # A client strips blanks that the server does not.
-        changed = content != content.strip() or (text.encode(), content.encode()) != (name, value)
-        if changed or not _can_be_sent(text, content):
+        try:
+            h.check_header(text, content)
+            # A client strips blanks that the server does not.
+            is_kept = content == content.strip() and (text.encode(), content.encode()) == (name, value)
+        except BadHeaderError:
+            is_kept = False
+        if not is_kept:
             pairs.append((RAW, f"{quote_from_bytes(name, safe='')}={quote_from_bytes(value, safe='')}"))
         elif h.is_reserved(text) or text.lower().startswith(_OWN):
             pairs.append((KEPT + text, content))
@@ -157,8 +179,8 @@ def is_too_large(error: Exception) -> bool:
     return isinstance(error, known) or getattr(error, "err_code", None) in codes
 
 
-def origin(message: StoredMsg) -> Origin | None:
-    """Return where a dead letter comes from, or None if the message is no dead letter."""
+def dead_letter_of(message: StoredMsg) -> DeadLetterMessage | None:
+    """Return a message as a dead letter, or None if it is none."""
     known: dict[str, str] = {}
     headers: list[tuple[str, str]] = []
     cut: tuple[str, ...] = ()
@@ -178,14 +200,15 @@ def origin(message: StoredMsg) -> Origin | None:
     if known.keys() != _ORIGIN or not seq or attempts is None or not known[STREAM] or not known[SUBJECT]:
         return None
     try:
-        time_ns = h.parse_time_ns(known[TIME].encode())
-    except ResponseError:
+        time = parse_time(known[TIME])
+    except (ValueError, OverflowError):
         return None
-    return Origin(
+    return DeadLetterMessage(
+        message,
         stream=known[STREAM],
         subject=known[SUBJECT],
         seq=seq,
-        time_ns=time_ns,
+        time=time,
         attempts=attempts,
         error=known[ERROR],
         worker=known[WORKER],
@@ -193,25 +216,6 @@ def origin(message: StoredMsg) -> Origin | None:
         cut=cut,
         complete=complete and not cut and "\ufffd" not in known[SUBJECT],
     )
-
-
-def raw_headers(message: StoredMsg) -> list[tuple[bytes, bytes]]:
-    """Return the input's headers that no client can send."""
-    halves = (value.partition("=") for name, value in message.header_pairs if name == RAW)
-    return [(unquote_to_bytes(name), unquote_to_bytes(value)) for name, _, value in halves]
-
-
-def sendable_headers(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return an input's headers as it is handed back; that publish has a message id of its own."""
-    return own_headers([(name, value) for name, value in pairs if name != h.MSG_ID and not h.is_instruction(name)])
-
-
-def _can_be_sent(name: str, value: str) -> bool:
-    try:
-        h.check_header(name, value)
-    except BadHeaderError:
-        return False
-    return True
 
 
 def _fit(pairs: Sequence[tuple[str, str]]) -> bool:

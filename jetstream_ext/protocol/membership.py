@@ -38,8 +38,8 @@ class Phase(enum.Enum):
     CLAIMING = "claiming"  # it stores itself as the owner
     LAPSED = "lapsed"  # its key may have ended while it was claiming: the answer is still awaited, and is of no use
     OWNED = "owned"  # it works on the partition
-    REVOKING = "revoking"  # it ends its work, and commits it
-    RELEASING = "releasing"  # it stores that the partition has no owner
+    REVOKING = "revoking"  # it ends its work
+    RELEASING = "releasing"  # it stores that the partition has no owner, and its position
 
 
 class Event(enum.Enum):
@@ -49,7 +49,7 @@ class Event(enum.Enum):
     REASSIGNED = "it is assigned to another member, or the member leaves"
     LEFT_OVER = "its record names the member, which it is not assigned to"
     CLAIMED = "the claim is stored"
-    HANDED_OVER = "the work on it is committed, or has taken too long"
+    HANDED_OVER = "the work on it has ended, or has taken too long"
     RELEASED = "the release is stored, or another member is the owner"
     FAILED = "the claim or the release is not stored"
     KEY_ENDED = "the member's key may have ended"
@@ -60,16 +60,16 @@ FREE, CLAIMING, LAPSED, OWNED, REVOKING, RELEASING = Phase
 ___: Final = None
 
 TABLE: Final[dict[Event, tuple[Phase | None, ...]]] = {
-    #                   FREE       CLAIMING  LAPSED  OWNED     REVOKING  RELEASING
-    Event.ASSIGNED:    (CLAIMING,  ___,      ___,    ___,      ___,      ___),
-    Event.REASSIGNED:  (___,       ___,      ___,    REVOKING, ___,      ___),
-    Event.LEFT_OVER:   (RELEASING, ___,      ___,    ___,      ___,      ___),
-    Event.CLAIMED:     (___,       OWNED,    FREE,   ___,      ___,      ___),
-    Event.HANDED_OVER: (___,       ___,      ___,    ___,      FREE,     ___),
-    Event.RELEASED:    (___,       ___,      ___,    ___,      ___,      FREE),
-    Event.FAILED:      (___,       FREE,     FREE,   ___,      ___,      FREE),
-    Event.KEY_ENDED:   (___,       LAPSED,   ___,    FREE,     FREE,     ___),
-    Event.TAKEN:       (___,       ___,      ___,    FREE,     FREE,     ___),
+    #                   FREE       CLAIMING  LAPSED  OWNED     REVOKING   RELEASING
+    Event.ASSIGNED:    (CLAIMING,  ___,      ___,    ___,      ___,       ___),
+    Event.REASSIGNED:  (___,       ___,      ___,    REVOKING, ___,       ___),
+    Event.LEFT_OVER:   (RELEASING, ___,      ___,    ___,      ___,       ___),
+    Event.CLAIMED:     (___,       OWNED,    FREE,   ___,      ___,       ___),
+    Event.HANDED_OVER: (___,       ___,      ___,    ___,      RELEASING, ___),
+    Event.RELEASED:    (___,       ___,      ___,    ___,      ___,       FREE),
+    Event.FAILED:      (___,       FREE,     FREE,   ___,      ___,       FREE),
+    Event.KEY_ENDED:   (___,       LAPSED,   ___,    FREE,     FREE,      ___),
+    Event.TAKEN:       (___,       ___,      ___,    FREE,     FREE,      ___),
 }  # fmt: skip
 """Where an event leads; ``___`` changes nothing."""
 
@@ -89,7 +89,7 @@ class Do(enum.Enum):
     """What the shell does with some partitions, and what it tells the machine then."""
 
     LOSE = "stop working on them: another member may be their owner"
-    REVOKE = "stop working on them and commit what was handled; then `handed_over`"
+    REVOKE = "stop working on them; then `handed_over`, and as for `RELEASE`, at the position of what was handled"
     CLAIM = "store this member as the owner, if `may_claim` agrees with what the leader has; then `claimed` or `failed`"
     RELEASE = "store that they have no owner; then `released` or `failed`"
 
@@ -114,13 +114,14 @@ class Membership:
         self._count = partitions
         self._lasts = ttl - margin
         self._alive: frozenset[str] = frozenset()
-        self._owners: Mapping[int, Owner] = {}
-        self._known = 0  # the revision of the bucket that these two are of
+        self._known = 0  # the revision of the bucket at which they were
+        self._owners: dict[int, Owner] = {}  # by the newest record, which this member may have stored before it is seen
         self._staying: frozenset[str] = frozenset()  # the members that partitions are assigned to
         self._target: frozenset[int] = frozenset()
         self._phases: dict[int, Phase] = {}  # without those that are FREE
         self._lost: list[int] = []  # for the next `LOSE`
-        self._stored: dict[int, Owner] = {}  # by this member's newest records
+        self._sent = -math.inf  # the last renewal that was answered
+        self._answered_since = math.inf
         self._not_before: dict[int, float] = {}  # when a claim or release may be tried again
 
     @property
@@ -145,20 +146,27 @@ class Membership:
         """Return whether the member's key is stored for sure."""
         return now < self.valid_until
 
-    def was_renewed_since(self, then: float) -> bool:
-        """Return whether the server has stored the member's key at this time or later, and so has answered."""
-        return self.valid_until - self._lasts >= then
+    def answered_since(self, then: float) -> bool:
+        """Return whether the servers have answered the member at this time and later, without a longer pause."""
+        return self._answered_since <= then <= self._sent
 
     # -- what happened ------------------------------------------------------------------------------------------------
 
     def renewed(self, sent: float, now: float) -> None:
         """Note that the server has stored the member's key, which was sent at the time `sent`."""
         self._expire(now)  # it may have ended in between
+        if sent - self._sent > self._lasts / 2:
+            self._answered_since = sent
+        self._sent = sent
         self.valid_until = max(self.valid_until, sent + self._lasts)
 
     def see(self, alive: Collection[str], leaving: Collection[str], owners: Mapping[int, Owner], revision: int) -> None:
         """Note what the bucket has at a revision: the members that are alive, those of them that leave, and the owners."""
-        self._alive, self._owners, self._known = frozenset(alive), owners, revision
+        self._alive, self._known = frozenset(alive), revision
+        for number, owner in owners.items():
+            self._note_owner(number, owner)
+        for number in [it for it, owner in self._owners.items() if it not in owners and owner.revision <= revision]:
+            del self._owners[number]  # another program has deleted the record
         staying = (self._alive | {self.me}) - set(leaving)
         if self.leaving:
             self._target = frozenset()
@@ -180,15 +188,18 @@ class Membership:
 
     def stored(self, partition: int, revision: int) -> None:
         """Note the revision of a record that this member has stored as the owner."""
-        self._note_stored(partition, Owner(self.me, revision))
+        self._note_owner(partition, Owner(self.me, revision))
 
-    def handed_over(self, partition: int) -> None:
-        """Note that the member works no more on a partition that it revokes, and has committed what it will."""
-        self._apply(partition, Event.HANDED_OVER)  # `due` releases what is not assigned here
+    def handed_over(self, partition: int) -> bool:
+        """Note that the member works no more on a partition that it revokes; return whether to release it now."""
+        self._apply(partition, Event.HANDED_OVER)
+        return self.phase(partition) is RELEASING
 
     def released(self, partition: int, revision: int) -> None:
         """Note that the partition has no owner, or another one, by the record of this revision (0: there is none)."""
-        self._note_stored(partition, Owner("", revision))
+        if not revision:
+            self._owners.pop(partition, None)
+        self._note_owner(partition, Owner("", revision))
         self._apply(partition, Event.RELEASED)
 
     def failed(self, partition: int, now: float) -> None:
@@ -201,10 +212,10 @@ class Membership:
         self._apply(partition, Event.TAKEN)
         self._not_before[partition] = now + RETRY
 
-    def _note_stored(self, partition: int, owner: Owner) -> None:
-        known = self._stored.get(partition)
-        if known is None or owner.revision >= known.revision or not owner.revision:
-            self._stored[partition] = owner
+    def _note_owner(self, partition: int, owner: Owner) -> None:
+        known = self._owners.get(partition)
+        if known is None or owner.revision >= known.revision:
+            self._owners[partition] = owner
 
     def _expire(self, now: float) -> None:
         if not self.is_valid(now):
@@ -235,7 +246,7 @@ class Membership:
         """Return what to do now."""
         self._expire(now)
         for number in self._in(OWNED, REVOKING):
-            owner = self._owner(number)
+            owner = self._owners.get(number)
             if owner is not None and owner.id != self.me:
                 self._apply(number, Event.TAKEN)
         revoked = tuple(number for number in self.owned if number not in self._target)
@@ -246,7 +257,7 @@ class Membership:
             if number in self._phases or self._not_before.get(number, -math.inf) > now:
                 continue
             if number in self._target:
-                if self._is_free(self._owner(number)):
+                if self._is_free(self._owners.get(number)):
                     self._apply(number, Event.ASSIGNED)
                     claims.append(number)
             elif self._is_mine(number):
@@ -272,12 +283,5 @@ class Membership:
         return owner.id not in self._alive and owner.revision <= self._known
 
     def _is_mine(self, partition: int) -> bool:
-        owner = self._owner(partition)
+        owner = self._owners.get(partition)
         return owner is not None and owner.id == self.me
-
-    def _owner(self, partition: int) -> Owner | None:
-        """Return the owner as far as it is known: what this member has stored last may be newer than what it has seen."""
-        seen, stored = self._owners.get(partition), self._stored.get(partition)
-        if stored is not None and (seen is None or seen.revision <= stored.revision):
-            return stored
-        return seen

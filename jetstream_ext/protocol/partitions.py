@@ -108,13 +108,21 @@ def _too_short(subject: str, tokens: int, key: Sequence[int]) -> BadSubjectError
     )
 
 
-class _Partitions(dict[bytes, int]):
-    """The partitions of subjects; a new subject is added on access."""
+_raw_subject = attrgetter("raw_subject")
 
-    def __init__(self, partitions: int, key: tuple[int, ...] | None) -> None:
+
+class Partitioner(dict[bytes, int]):
+    """The partitions of subjects: `partition_of` with a cache, because the subjects of a stream repeat.
+
+    Raises:
+        ValueError: There is no partition, or `key` is empty or has a negative position.
+    """
+
+    def __init__(self, partitions: int, key: Sequence[int] | None = None) -> None:
         super().__init__()
+        _check_key(partitions, key)
         self._partitions = partitions
-        self._key = key
+        self._key = None if key is None else tuple(key)
 
     def __missing__(self, subject: bytes) -> int:
         found = _partition_of(subject, self._partitions, self._key)
@@ -124,57 +132,25 @@ class _Partitions(dict[bytes, int]):
             self[subject] = found
         return found
 
-
-_raw_subject = attrgetter("raw_subject")
-
-
-class Partitioner:
-    """The partitions of a stream's messages: `partition_of` with a cache, because the subjects of a stream repeat.
-
-    Attributes:
-        partitions: The number of partitions.
-        key: The zero-based positions of the tokens that are the key, or None for the whole subject.
-
-    Raises:
-        ValueError: There is no partition, or `key` is empty or has a negative position.
-    """
-
-    def __init__(self, partitions: int, key: Sequence[int] | None = None) -> None:
-        _check_key(partitions, key)
-        self.partitions: int = partitions
-        self.key: tuple[int, ...] | None = None if key is None else tuple(key)
-        self._known = _Partitions(partitions, self.key)
-
-    def __call__(self, subject: str | bytes) -> int:
-        """Return the partition of a subject; see `partition_of`."""
-        return self._known[subject if isinstance(subject, bytes) else subject.encode("utf-8", "surrogateescape")]
-
     def of(self, messages: Sequence[StoredMsg]) -> list[int]:
         """Return the partition of each message.
 
         Raises:
             BadSubjectError: A message's subject is too short for the key.
         """
-        known = self._known
+        found = list[int]()
         try:
-            return list(map(known.__getitem__, map(_raw_subject, messages)))
-        except BadSubjectError:
-            for message in messages:
-                try:
-                    _ = known[message.raw_subject]
-                except BadSubjectError as error:
-                    raise BadSubjectError(f"stream {message.stream!r}, sequence {message.seq}: {error}") from None
-            raise
+            found.extend(map(self.__getitem__, map(_raw_subject, messages)))
+        except BadSubjectError as error:
+            bad = messages[len(found)]
+            raise BadSubjectError(f"stream {bad.stream!r}, sequence {bad.seq}: {error}") from None
+        return found
 
     def check_filter(self, subject_filter: str) -> None:
-        """Raise BadSubjectError if the filter matches subjects that are too short for the key.
-
-        Args:
-            subject_filter: The filter of a reader, or a subject of a stream that is read without one.
-        """
+        """Raise BadSubjectError if the filter matches subjects that are too short for the key."""
         tokens = subject_filter.split(".")  # a `>` at the end stands for one token or more
-        if self.key is not None and len(tokens) <= max(self.key):
-            raise _too_short(subject_filter, len(tokens), self.key)
+        if self._key is not None and len(tokens) <= max(self._key):
+            raise _too_short(subject_filter, len(tokens), self._key)
 
 
 @lru_cache(maxsize=256)  # 40 kB each with 4,096 partitions; when a member joins or leaves, the others are known
@@ -195,13 +171,11 @@ def assign(members: Iterable[str], partitions: int) -> dict[str, list[int]]:
     """Return the partitions of each member: a function of the set of members and the number of partitions alone.
 
     Every partition has one member. No member has more than one partition more than another, so that with more members
-    than partitions some have none. When a member joins or leaves, few others change. At the least, its own share of
-    about ``partitions / members`` moves. It is this many more on average (64 partitions): 2 of 13 with the fifth
-    member, 4 of 6 with the eleventh. With 1000 partitions it is 19 of 47 with the twenty-first.
+    than partitions some have none. When a member joins or leaves, its own share moves, and few others: on average 2 besides
+    its 13 of 64 partitions with the fifth member, 4 besides 6 with the eleventh.
 
     Each member ranks the partitions by a hash. In the order of the ranks, each takes what it prefers if no other has
-    taken it, up to its share. Without shares this would be rendezvous hashing, which moves nothing but the share of the
-    member that joins or leaves.
+    taken it, up to its share: rendezvous hashing with shares.
 
     Args:
         members: The members' names, in any order; a repeated name counts once.

@@ -11,6 +11,7 @@ import pytest
 
 from jetstream_ext.protocol.atomic import State as AtomicState
 from jetstream_ext.protocol.fast import State as FastState
+from jetstream_ext.protocol.membership import Phase
 from jetstream_ext.protocol.range_read import State as ReadState
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -46,6 +47,7 @@ def test_every_state_has_a_column(tables: ModuleType) -> None:
         ("fast-ok", FastState),
         ("fast-fail", FastState),
         ("range-read", ReadState),
+        ("membership", Phase),
     ]:
         head, _ = tables.TABLES[name]()
         assert head[1:] == [state.name for state in states if state.name != without.get(name)]
@@ -69,6 +71,8 @@ CELLS = {
     ("fast-ok", "`ack` frame", "NEW"): "",
     ("range-read", "the connection is lost", "READING"): "**RESUMING**",
     ("range-read", "the connection is lost", "PAUSED"): "·",
+    ("membership", "the claim is stored", "LAPSED"): "**FREE**",
+    ("membership", "the claim is stored", "OWNED"): "·",
     ("range-read", "a mirror's messages arrive", "READING"): "**PAUSED**",
     (
         "range-read",

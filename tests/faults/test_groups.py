@@ -22,7 +22,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import log
-from jetstream_ext.log.group_store import GroupStore
 from jetstream_ext.testing import NatsCluster
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -161,21 +160,19 @@ class Inputs:
 class Owners:
     """Which members have claimed which partitions, by what they have sent to the group's bucket."""
 
-    def __init__(self, store: GroupStore) -> None:
-        self.store = store
+    def __init__(self) -> None:
         self.labels: dict[str, str] = {}
         self.claims: dict[int, list[tuple[float, str]]] = {number: [] for number in range(PARTITIONS)}
 
     async def note(self, message: Msg) -> None:
-        key = message.subject.removeprefix(self.store.bucket.prefix)
-        number, member = self.store.partition_of(key), self.store.member_of(key)
         if not message.data:
             return
+        *_, kind, name = message.subject.split(".")
         body = orjson.loads(message.data)
-        if member is not None:
-            self.labels[member] = body["label"]
-        elif number is not None:
-            claims = self.claims[number]
+        if kind == "members":
+            self.labels[name] = body["label"]
+        elif kind == "partitions":
+            claims = self.claims[int(name)]
             if not claims or claims[-1][1] != body["owner"]:
                 claims.append((time.time(), body["owner"]))
 
@@ -269,15 +266,14 @@ async def test_every_input_is_handled_in_order(
     members.append(group)
     for _ in range(10 if full else 3):
         await group.start()
-    store = log.Group(js, "IN", "g", partitions=PARTITIONS)._plan.store
     async with asyncio.timeout(120):
         while True:
-            with contextlib.suppress(nats.errors.Error, nats.js.errors.Error):
-                if (await store.settings()) is not None:
-                    break
+            with contextlib.suppress(nats.errors.Error, nats.js.errors.Error, KeyError):
+                await log.Group.open(js, "IN", "g")
+                break
             await asyncio.sleep(0.1)
-    owners, killed = Owners(store), list[float]()
-    await nc.subscribe(f"{store.bucket.prefix}{store.prefix}>", cb=owners.note)
+    owners, killed = Owners(), list[float]()
+    await nc.subscribe("$KV.groups.IN.g.>", cb=owners.note)
     end = time.time() + (60 if full else 6)
     inputs = Inputs(js)
 
@@ -289,7 +285,7 @@ async def test_every_input_is_handled_in_order(
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(inputs.produce(end))
         tasks.create_task(inputs.probe("OUT.probes.x", end))
-        tasks.create_task(inputs.probe(store.bucket.subject("probe"), end))
+        tasks.create_task(inputs.probe("$KV.groups.probe", end))
         tasks.create_task(disturb())
         tasks.create_task(kill_leaders(cluster, js, dice, end, killed, (2.0, 5.0) if full else (1.0, 2.0)))
     if len(group.running) < 2:

@@ -42,7 +42,7 @@ from jetstream_ext.errors import (
     StreamRecreatedError,
 )
 from jetstream_ext.kv import present, reads
-from jetstream_ext.log import First, LogReader, OffsetStore, Seq, Stored, Time, fetching
+from jetstream_ext.log import First, LogReader, OffsetStore, Seq, Stored, Time, reading
 from jetstream_ext.testing import NatsCluster, NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -207,7 +207,7 @@ class HistoryMachine(RuleBasedStateMachine):
         for name, value in READINGS[self.reading].items():
             self.cleanup.enter_context(mock.patch.object(present if hasattr(present, name) else reads, name, value))
         if self.reading != "whole":
-            self.cleanup.enter_context(mock.patch.multiple(fetching, _GROUP=8, _REQUEST_BYTES=200))
+            self.cleanup.enter_context(mock.patch.multiple(reading, _GROUP=8, _REQUEST_BYTES=200))
         self.nc = await connect(self.server.url)
         self.cleanup.push_async_callback(self.nc.close)
         self.js = self.nc.jetstream(timeout=TIMEOUT)

@@ -8,22 +8,21 @@ from typing import Any
 
 import nats
 import pytest
-from clients import quiet
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import StoredMsg
-from jetstream_ext.log import DeadLetter, Group, LogReader, OffsetStore, exactly_once, redrive
+from jetstream_ext.log import DeadLetter, Group, LogReader, OffsetStore, exactly_once
 from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "safety_net"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from frame_proxy import Frame
-from redrive_wire import Die, FrameProxy, Wire, Wires
+from frame_proxy import Frame, FrameProxy
+from redrive_letters import Bury, Letters
+from workers import MakePair, Pair
 
 MakeStream = Callable[..., Awaitable[str]]
-Bury = Callable[..., Awaitable[tuple[str, str, str]]]
 
 
 @pytest.fixture
@@ -36,6 +35,16 @@ def make_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStr
         await js.add_stream(name=name, subjects=[f"{name}.>"], **config)
         await fill(js, name, 1, messages)
         return name
+
+    return make
+
+
+@pytest.fixture
+def make_pair(js: JetStreamContext, make_stream: MakeStream) -> MakePair:
+    """Create an input stream with a number of messages, and an output stream."""
+
+    async def make(messages: int = 0, **config: Any) -> Pair:
+        return Pair(js, await make_stream(messages), await make_stream(**config))
 
     return make
 
@@ -80,64 +89,38 @@ def make_group(js: JetStreamContext, stream_name: Callable[[], str]) -> Callable
 
 
 @pytest.fixture
-async def offsets(js: JetStreamContext, stream_name: Callable[[], str]) -> OffsetStore:
-    return OffsetStore(js, stream_name())
+def new_group(make_stream: MakeStream, make_group: Callable[..., Group]) -> Callable[..., Awaitable[Group]]:
+    """Return a group, as `make_group` does, of a new stream with a number of messages."""
 
-
-@pytest.fixture
-def bury(js: JetStreamContext, make_stream: MakeStream, offsets: OffsetStore) -> Bury:
-    """Make dead letters of some messages; return their stream and subject, and the inputs' stream."""
-
-    async def make(count: int = 3, **config: Any) -> tuple[str, str, str]:
-        source, target = await make_stream(**config), await make_stream()
-        for n in range(count):
-            headers = {"Kind": "test", "Nats-Msg-Id": f"id-{n}"}
-            await js.publish(f"{source}.{n % 2}", b"%d" % n, headers=headers)
-
-        def fail(_: StoredMsg) -> None:
-            raise ZeroDivisionError("no")
-
-        dead = f"{target}.dead"
-        done = await exactly_once(
-            LogReader(js, source),
-            target,
-            fail,
-            name="w",
-            prefix=f"{target}.at",
-            dead_letter=DeadLetter(dead, attempts=1, backoff=0),
-        )
-        assert done.inputs == count
-        return target, dead, source
+    async def make(messages: int = 0, **options: Any) -> Group:
+        return make_group(await make_stream(messages=messages), **options)
 
     return make
 
 
 @pytest.fixture
-async def wires(server: NatsServer) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
+async def bury(js: JetStreamContext, server: NatsServer, make_stream: MakeStream) -> AsyncIterator[Bury]:
+    """Make dead letters of some messages."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def make(before: Callable[[int], Awaitable[Any]] | None = None, timeout: float = 30.0) -> Wire:
-            proxy = await stack.enter_async_context(FrameProxy(server.port))
-            nc = await nats.connect(proxy.url, connect_timeout=10, error_cb=quiet)
-            stack.push_async_callback(nc.close)
-            wire = Wire(nc.jetstream(timeout=timeout), proxy, before)
-            proxy.on_publish = wire.see
-            return wire
+        async def make(count: int = 3, *, duplicate_window: float = 0.1) -> Letters:
+            source, target = await make_stream(duplicate_window=duplicate_window), await make_stream()
+            for n in range(count):
+                headers = {"Kind": "test", "Nats-Msg-Id": f"id-{n}"}
+                await js.publish(f"{source}.{n % 2}", b"%d" % n, headers=headers)
+
+            def fail(_: StoredMsg) -> None:
+                raise ZeroDivisionError("no")
+
+            made = Letters(js, stack, server.port, target, source, count)
+            letter = DeadLetter(made.dead, attempts=1, backoff=0)
+            done = await exactly_once(
+                LogReader(js, source), target, fail, name="w", prefix=f"{target}.at", dead_letter=letter
+            )
+            assert done.inputs == count
+            return made
 
         yield make
-
-
-@pytest.fixture
-def die(wires: Wires, offsets: OffsetStore) -> Die:
-    """Kill a call when so many copies are stored, and all of their letters but the last one are deleted."""
-
-    async def die(stream: str, dead: str, copies: int, **options: Any) -> Wire:
-        wire = await wires()
-        call = redrive(wire.js, stream, dead, offsets=OffsetStore(wire.js, offsets.bucket), **options)
-        await wire.until_lost(f"STREAM.MSG.DELETE.{stream}", call, copies)
-        return wire
-
-    return die
 
 
 class Interruptions:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import nats
@@ -18,6 +18,7 @@ from jetstream_ext.log import Group, Member
 from jetstream_ext.testing import NatsServer
 
 MakeGroup = Callable[..., Group]
+NewGroup = Callable[..., Awaitable[Group]]
 
 
 async def ignore(_: Exception) -> None: ...
@@ -32,6 +33,22 @@ async def until(condition: Callable[[], Any], what: str = "") -> None:
 async def take(member: Member, count: int) -> list[StoredMsg]:
     async with asyncio.timeout(60):
         return [await anext(member) for _ in range(count)]
+
+
+async def positions(group: Group) -> list[int]:
+    return [each.position for each in (await group.status()).partitions]
+
+
+@contextlib.asynccontextmanager
+async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
+    """Run something meanwhile, and cancel it then; raise its error."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 @contextlib.asynccontextmanager

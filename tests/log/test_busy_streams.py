@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from nats.js import JetStreamContext
 
-from jetstream_ext.log import LogReader, OffsetStore, Stored, exactly_once, fetching
+from jetstream_ext.log import LogReader, OffsetStore, Stored, exactly_once, reading
 from jetstream_ext.log import work as work_module
 
 Make = Callable[..., Awaitable[str]]
@@ -23,17 +23,14 @@ async def busy(js: JetStreamContext, wire: Any, make_stream: Make) -> str:
     return name
 
 
-@pytest.mark.parametrize("matching", ["mine", "2"])
-async def test_a_read_ends_while_other_subjects_are_written(
-    js: JetStreamContext, busy: str, wire: Any, matching: str
-) -> None:
-    wanted = [2] if matching == "2" else []
-    async with asyncio.timeout(60):
-        reader = LogReader(wire.js, busy, subject=f"{busy}.{matching}")
-        assert [message.seq for message in await reader.read(timeout=0)] == wanted
-        assert await reader.read(timeout=0) == []
-        assert await reader.read_for(30) is None
-        assert [message.seq async for message in LogReader(wire.js, busy, subject=f"{busy}.{matching}")] == wanted
+async def test_a_read_ends_while_other_subjects_are_written(js: JetStreamContext, busy: str, wire: Any) -> None:
+    for matching, wanted in (("mine", []), ("2", [2])):
+        async with asyncio.timeout(60):
+            reader = LogReader(wire.js, busy, subject=f"{busy}.{matching}")
+            assert [message.seq for message in await reader.read(timeout=0)] == wanted
+            assert await reader.read(timeout=0) == []
+            assert await reader.read_for(30) is None
+            assert [message.seq async for message in LogReader(wire.js, busy, subject=f"{busy}.{matching}")] == wanted
 
 
 async def test_a_read_returns_what_was_stored_before_it(js: JetStreamContext, busy: str, wire: Any) -> None:
@@ -48,49 +45,36 @@ async def test_a_read_returns_what_was_stored_before_it(js: JetStreamContext, bu
 async def test_a_waiting_read_ends_in_time_while_other_subjects_are_written(
     js: JetStreamContext, busy: str, wire: Any
 ) -> None:
+    """And pauses at the end: about 14 times a second, each time for about 5 requests; the test publishes for some of them."""
     loop = asyncio.get_running_loop()
-    reader = LogReader(wire.js, busy, subject=f"{busy}.mine", tail=True)
-    began = loop.time()
+    reader = LogReader(wire.js, busy, subject=f"{busy}.mine", tail=True, poll=0.1)
+    began, before = loop.time(), wire.js._nc.stats["out_msgs"]
     async with asyncio.timeout(60):
-        assert await reader.read(timeout=0.3) == []
-        assert await reader.read_for(0.3) == [], "with tail=True the stream has no end"
-    assert loop.time() - began >= 0.6
-
-
-async def test_a_waiting_read_pauses_at_the_end_of_a_busy_stream(js: JetStreamContext, busy: str, wire: Any) -> None:
-    reader = LogReader(wire.js, busy, subject=f"{busy}.mine", poll=0.1)
-    await reader.read()
-    before = wire.js._nc.stats["out_msgs"]
-    assert await reader.read(timeout=1.0) == []
-    # About 14 pauses. Each attempt is a group, whose requests are about 5, and the test publishes for some of them.
+        assert await reader.read(timeout=0.5) == []
+        assert await reader.read_for(0.5) == [], "with tail=True the stream has no end"
+    assert loop.time() - began >= 1.0
     assert wire.js._nc.stats["out_msgs"] - before < 300
 
 
 async def test_a_worker_ends_while_other_subjects_are_written(
-    js: JetStreamContext, busy: str, wire: Any, make_stream: Make
+    js: JetStreamContext, busy: str, wire: Any, make_stream: Make, make_store: Store
 ) -> None:
-    output = await make_stream()
-    reader = LogReader(wire.js, busy, subject=f"{busy}.mine")
+    """And so does a loop that commits its position."""
+    output, store = await make_stream(), await make_store()
+    reader = LogReader(wire.js, busy, subject=f"{busy}.mine", start=Stored("r"), offsets=store)
     async with asyncio.timeout(60):
         done = await exactly_once(reader, output, lambda _: None, name="w", prefix=f"{output}.at")
-    assert done.position == reader.position
-
-
-async def test_committing_ends_while_other_subjects_are_written(
-    js: JetStreamContext, busy: str, wire: Any, make_store: Store
-) -> None:
-    store = await make_store()
-    reader = LogReader(wire.js, busy, subject=f"{busy}.mine", start=Stored("r"), offsets=store)
-    async with asyncio.timeout(60), store.committing(reader) as messages:
-        assert [message.seq async for message in messages] == []
+        assert done.position == reader.position
+        async with store.committing(reader) as messages:
+            assert [message.seq async for message in messages] == []
     assert messages.committed == reader.position
 
 
 @pytest.fixture
 def slow_groups(monkeypatch: pytest.MonkeyPatch, wire: Any) -> None:
     """Groups of ten sequences, each of which takes a while."""
-    monkeypatch.setattr(fetching, "_GROUP", 10)
-    monkeypatch.setattr(fetching, "_WIDEST", 10)
+    monkeypatch.setattr(reading, "_GROUP", 10)
+    monkeypatch.setattr(reading, "_WIDEST", 10)
     wire.before_each("DIRECT.GET", lambda: asyncio.sleep(0.02))
 
 

@@ -11,14 +11,14 @@ import nats
 import nats.errors
 import nats.js.errors
 import pytest
-from clients import quiet
+from clients import connected
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, StoredMsg, errors
-from jetstream_ext.log import LogReader, OffsetStore, Stored, exactly_once
+from jetstream_ext.log import Group, LogReader, OffsetStore, Stored, exactly_once
 from jetstream_ext.testing import NatsCluster, NatsServer
 
 Make = Callable[..., Awaitable[str]]
@@ -27,11 +27,6 @@ Make = Callable[..., Awaitable[str]]
 @pytest.fixture
 def js(cluster_nc: Client) -> JetStreamContext:
     return cluster_nc.jetstream(timeout=5)
-
-
-@pytest.fixture
-def make(make_replicated: Make) -> Make:
-    return make_replicated
 
 
 async def until_answered(call: Callable[[], Awaitable[Any]]) -> Any:
@@ -73,10 +68,7 @@ async def leader_of(cluster: NatsCluster, js: JetStreamContext, name: str) -> Na
 
 async def wait_for_new_leader(cluster: NatsCluster, victim: NatsServer, name: str) -> None:
     """Wait until the other servers report another leader of a stream."""
-    nc = await nats.connect(
-        [server.url for server in cluster.servers if server is not victim], error_cb=quiet, connect_timeout=10
-    )
-    try:
+    async with connected([server.url for server in cluster.servers if server is not victim]) as nc:
         async with asyncio.timeout(60):
             while (await until_answered(lambda: nc.jetstream().stream_info(name))).cluster.leader in (
                 None,
@@ -84,8 +76,6 @@ async def wait_for_new_leader(cluster: NatsCluster, victim: NatsServer, name: st
                 victim.name,
             ):
                 await asyncio.sleep(0.1)
-    finally:
-        await nc.close()
 
 
 async def restart(cluster: NatsCluster, server: NatsServer) -> None:
@@ -93,20 +83,20 @@ async def restart(cluster: NatsCluster, server: NatsServer) -> None:
     await asyncio.to_thread(cluster.wait_ready)
 
 
-async def test_a_reader_returns_every_acknowledged_message(js: JetStreamContext, make: Make) -> None:
+async def test_a_reader_returns_every_acknowledged_message(js: JetStreamContext, make_replicated: Make) -> None:
     """A replica may lag behind the acknowledgement; the reader must not end before it."""
-    name = await make()
+    name = await make_replicated()
     reader = LogReader(js, name)
     for n in range(1, 61):
         await js.publish(f"{name}.{n % 3}", b"%d" % n)
         assert [int(msg.data) for msg in await reader.read()] == [n]
 
 
-async def test_a_partial_mirror_does_not_hide_messages(js: JetStreamContext, make: Make) -> None:
+async def test_a_partial_mirror_does_not_hide_messages(js: JetStreamContext, make_replicated: Make) -> None:
     """The mirror answers for the stream, and holds one of its three subjects."""
-    name = await make(num_replicas=1)
+    name = await make_replicated(num_replicas=1)
     await fill(js, name, 1, 300)
-    mirror = await make(
+    mirror = await make_replicated(
         num_replicas=1,
         mirror=StreamSource(name=name, filter_subject=f"{name}.1"),
         mirror_direct=True,
@@ -127,19 +117,16 @@ async def test_a_partial_mirror_does_not_hide_messages(js: JetStreamContext, mak
 
 
 async def test_a_tailing_reader_continues_at_the_next_leader(
-    cluster: NatsCluster, js: JetStreamContext, make: Make
+    cluster: NatsCluster, js: JetStreamContext, make_replicated: Make
 ) -> None:
-    name = await make()
+    name, seen = await make_replicated(), list[int]()
     await fill(js, name, 1, 500)
-    reader = LogReader(js, name, tail=True, patience=90)
-    seen: list[int] = []
-    all_of_them = asyncio.Event()
 
     async def follow() -> None:
-        async for msg in reader:
+        async for msg in LogReader(js, name, tail=True, patience=90):
             seen.append(int(msg.data))
             if len(seen) == 1500:
-                all_of_them.set()
+                return
 
     task = asyncio.create_task(follow())
     try:
@@ -150,7 +137,7 @@ async def test_a_tailing_reader_continues_at_the_next_leader(
                 await fill(js, name, begin, begin + 499)
             finally:
                 await restart(cluster, victim)
-        await asyncio.wait_for(all_of_them.wait(), 90)
+        await asyncio.wait_for(task, 90)
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -158,9 +145,9 @@ async def test_a_tailing_reader_continues_at_the_next_leader(
 
 
 async def test_commits_continue_at_the_next_leader(
-    cluster: NatsCluster, js: JetStreamContext, make: Make, stream_name: Callable[[], str]
+    cluster: NatsCluster, js: JetStreamContext, make_replicated: Make, stream_name: Callable[[], str]
 ) -> None:
-    name = await make()
+    name = await make_replicated()
     await fill(js, name, 1, 200)
     store = OffsetStore(js, stream_name(), patience=90)
     await until_answered(lambda: store.create(replicas=3))
@@ -181,10 +168,10 @@ async def test_commits_continue_at_the_next_leader(
 
 @pytest.mark.parametrize("which", ["output", "input"])
 async def test_a_worker_stores_each_output_once_when_leaders_die(
-    cluster: NatsCluster, js: JetStreamContext, make: Make, which: str
+    cluster: NatsCluster, js: JetStreamContext, make_replicated: Make, which: str
 ) -> None:
     """Leaders die between commits. Every second one is paused instead, so that two servers believe that they lead."""
-    source, target = await make(), await make()
+    source, target = await make_replicated(), await make_replicated()
     await fill(js, source, 1, 900)
     rng = random.Random(which)
     at = set(rng.sample(range(50, 850), 2))
@@ -239,3 +226,18 @@ async def test_a_bucket_of_positions_has_as_many_replicas_as_the_stream_that_is_
     assert await replicas(await fewer.create(name, replicas=2)) == 2
     with pytest.raises(nats.js.errors.NotFoundError, match="'NOT_THERE' does not exist"):
         await OffsetStore(js, stream_name()).create("NOT_THERE")
+
+
+@pytest.mark.parametrize("kind", ["standby", "group"])
+async def test_buckets_of_keys_that_show_who_is_alive_have_as_many_replicas_as_the_stream(
+    cluster_nc: Client, make_replicated: Callable[..., Awaitable[str]], stream_name: Callable[[], str], kind: str
+) -> None:
+    js = cluster_nc.jetstream(timeout=30)
+    name, bucket = await make_replicated(allow_atomic=True), stream_name()
+    if kind == "standby":
+        reader = LogReader(js, name, subject=f"{name}.in", offsets=OffsetStore(js, bucket))
+        await exactly_once(reader, name, lambda _: None, name="w", prefix=f"{name}.at", standby=True)
+    else:
+        async with Group(js, name, "g", partitions=1, bucket=bucket).join():
+            pass
+    assert (await js.stream_info(f"KV_{bucket}")).config.num_replicas == 3

@@ -12,8 +12,9 @@ import pytest
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy
 
+from jetstream_ext import StoredMsg
 from jetstream_ext.errors import PositionLostError
-from jetstream_ext.log import First, LogReader, Seq, Time, fetching
+from jetstream_ext.log import First, LogReader, Seq, Time, reading
 from jetstream_ext.testing import ReferenceServer, VirtualClock
 
 Make = Callable[..., Awaitable[str]]
@@ -95,7 +96,7 @@ async def test_a_purge_is_reported_although_the_beginning_was_replaced_before(
     assert (caught.value.expected, caught.value.got) == (6, 8)
 
 
-async def test_limits_that_remove_the_oldest_messages_are_reported(js: JetStreamContext, make_stream: Make) -> None:
+async def test_limits_that_remove_or_refuse_messages_are_reported(js: JetStreamContext, make_stream: Make) -> None:
     name = await make_stream(max_msgs_per_subject=1, max_msgs=4)
     await publish(js, name, "abcabc")
     assert await seqs(LogReader(js, name, start=Seq(1))) == [4, 5, 6], "the limit is not reached"
@@ -103,17 +104,12 @@ async def test_limits_that_remove_the_oldest_messages_are_reported(js: JetStream
     with pytest.raises(PositionLostError):
         await LogReader(js, name, start=Seq(4)).read()
 
-
-async def test_a_purge_of_a_stream_that_refuses_newer_messages_is_reported(
-    js: JetStreamContext, make_stream: Make
-) -> None:
     name = await make_stream(max_msgs_per_subject=1, discard=DiscardPolicy.NEW, discard_new_per_subject=True)
     await publish(js, name, "abcdefgh")
-    reader = LogReader(js, name, start=Seq(3))
     await js.purge_stream(name, seq=6)
     await publish(js, name, "ijklmnopq")
     with pytest.raises(PositionLostError) as caught:
-        await reader.read()
+        await LogReader(js, name, start=Seq(3)).read()
     assert (caught.value.expected, caught.value.got) == (3, 6)
 
 
@@ -207,40 +203,30 @@ async def timed() -> AsyncIterator[tuple[JetStreamContext, VirtualClock]]:
         yield nc.jetstream(timeout=30), clock
 
 
-TTLS: dict[str, Any] = {"allow_direct": True, "allow_msg_ttl": True, "allow_rollup_hdrs": True}
-
-
-async def test_messages_of_one_subject_that_expire_are_reported(timed: tuple[JetStreamContext, VirtualClock]) -> None:
-    js, clock = timed
-    await js.add_stream(name="S", subjects=["S.>"], **TTLS)
-    await publish(js, "S", "aaa", headers={"Nats-TTL": "60"})
-    await publish(js, "S", "a")
-    reader = LogReader(js, "S", start=Seq(1))
-    await reader.open()
-    clock.advance(61)
-    with pytest.raises(PositionLostError):
-        await reader.read()
-
-
-@pytest.mark.parametrize("markers", [True, False])
-async def test_a_marker_replaces_the_message_that_expired(
-    timed: tuple[JetStreamContext, VirtualClock], markers: bool
+async def test_messages_that_expire_are_reported_unless_markers_replace_them(
+    timed: tuple[JetStreamContext, VirtualClock],
 ) -> None:
     js, clock = timed
-    options = {"subject_delete_marker_ttl": 60} if markers else {"max_msgs_per_subject": 1}
-    await js.add_stream(name="S", subjects=["S.>"], allow_direct=True, allow_msg_ttl=True, **options)
-    await publish(js, "S", "a", headers={"Nats-TTL": "60"})
-    await publish(js, "S", "b")
-    reader = LogReader(js, "S", start=Seq(1))
-    await reader.open()
-    clock.advance(61)
-    if markers:
-        found = [message async for message in reader]
-        assert [message.seq for message in found] == [2, 3]
-        assert found[1].headers["Nats-Marker-Reason"] == "MaxAge"
-    else:
-        with pytest.raises(PositionLostError):
-            await reader.read()
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("aaa", {"allow_rollup_hdrs": True}),
+        ("a", {"max_msgs_per_subject": 1}),
+        ("a", {"subject_delete_marker_ttl": 60}),
+    ]
+    for number, (expiring, options) in enumerate(cases):
+        name = f"S{number}"
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_msg_ttl=True, **options)
+        await publish(js, name, expiring, headers={"Nats-TTL": "60"})
+        await publish(js, name, "a" if number == 0 else "b")
+        reader = LogReader(js, name, start=Seq(1))
+        await reader.open()
+        clock.advance(61)
+        if "subject_delete_marker_ttl" in options:
+            found = [message async for message in reader]
+            assert [message.seq for message in found] == [2, 3]
+            assert found[1].headers["Nats-Marker-Reason"] == "MaxAge"
+        else:
+            with pytest.raises(PositionLostError):
+                await reader.read()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -248,26 +234,21 @@ async def test_every_newest_message_is_returned_once_and_in_order(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(fetching, "_GROUP", rng.choice([3, 4096]))
+    monkeypatch.setattr(reading, "_GROUP", rng.choice([3, 4096]))
     keep = rng.choice([0, 1, 2, 5])
     name = await make_stream(max_msgs_per_subject=keep, allow_rollup_hdrs=keep == 0 or rng.random() < 0.5)
     rollups = keep == 0 or (await js.stream_info(name)).config.allow_rollup_hdrs
     reader = LogReader(js, name, start=rng.choice([First(), Seq(1)]))
     newest: dict[str, int] = {}
-    read: dict[str, list[int]] = {}
-    order: list[int] = []
+    read: list[StoredMsg] = []
     for _ in range(40):
         for _ in range(rng.randint(0, 12)):
             subject = f"{name}.{rng.choice('aaaaaabbcdefgh')}"
             newest[subject] = (
                 await js.publish(subject, headers=ROLLUP if rollups and rng.random() < 0.5 else None)
             ).seq
-        for message in await reader.read(rng.randint(1, 20)):
-            read.setdefault(message.subject, []).append(message.seq)
-            order.append(message.seq)
-    while messages := await reader.read():
-        for message in messages:
-            read.setdefault(message.subject, []).append(message.seq)
-            order.append(message.seq)
+        read += await reader.read(rng.randint(1, 20))
+    read += [message async for message in reader]
+    order = [message.seq for message in read]
     assert order == sorted(set(order))
-    assert {subject: found[-1] for subject, found in read.items()} == newest
+    assert {message.subject: message.seq for message in read} == newest

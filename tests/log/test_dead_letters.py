@@ -1,7 +1,6 @@
 """Dead letters: an input that fails again and again is stored aside, and a worker that dies of one is not stuck."""
 
 import asyncio
-import contextlib
 import json
 import logging
 import pickle
@@ -11,26 +10,26 @@ import textwrap
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import nats
 import nats.errors
 import pytest
 from nats.js import JetStreamContext
 from nats.js.errors import APIError
+from workers import MakePair, Pair
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, StoredMsg, errors
 from jetstream_ext.log import (
     DeadLetter,
     Group,
-    Last,
     LogReader,
     Processed,
     dead_letters,
     exactly_once,
     exactly_once_group,
 )
-from jetstream_ext.protocol.dead_letters import KEPT, RAW, origin, raw_headers
 from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
@@ -52,10 +51,6 @@ async def stored(js: JetStreamContext, target: str, suffix: str) -> list[StoredM
 
 async def numbers(js: JetStreamContext, target: str) -> list[int]:
     return [int(msg.data) for msg in await stored(js, target, "out")]
-
-
-async def letters_of(js: JetStreamContext, target: str) -> list[int]:
-    return [int(msg.data) for msg in await stored(js, target, "dead")]
 
 
 async def records(js: JetStreamContext, target: str) -> list[dict[str, Any]]:
@@ -91,37 +86,30 @@ ALWAYS = 1 << 30
 
 
 async def test_an_input_that_fails_again_and_again_becomes_a_dead_letter(
-    js: JetStreamContext, make_stream: Make, caplog: pytest.LogCaptureFixture, leak_check: Any
+    js: JetStreamContext, make_pair: MakePair, caplog: pytest.LogCaptureFixture, leak_check: Any
 ) -> None:
-    source, target = await make_stream(10), await make_stream()
-    handler = Failing(target, {4: ALWAYS, 7: 2})
+    pair = await make_pair(10)
+    handler = Failing(pair.target, {4: ALWAYS, 7: 2})
     with caplog.at_level(logging.WARNING, "jetstream_ext"):
-        done = await work(LogReader(js, source), target, handler)
+        done = await pair.work(handler, dead_letter=pair.letter())
     assert done == Processed(inputs=10, outputs=9, commits=done.commits, position=11, dead_letters=1)
-    assert await numbers(js, target) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert await pair.outputs() == [1, 2, 3, 5, 6, 7, 8, 9, 10]
     assert handler.calls == [1, 2, 3, 4, 4, 4, 5, 6, 7, 7, 7, 8, 9, 10]
-    (dead,) = await stored(js, target, "dead")
-    found = await jsx.DirectGet(js, source).get(4)
+    (dead,) = [it async for it in dead_letters(js, pair.target, f"{pair.target}.dead")]
+    found = await jsx.DirectGet(js, pair.source).get(4)
     assert dead.data == found.data
-    known = origin(dead)
-    assert known is not None
-    assert (known.stream, known.subject, known.seq, known.time_ns) == (source, found.subject, 4, found.time_ns)
-    assert (known.attempts, known.error, known.worker) == (3, "ZeroDivisionError: input 4", "w")
+    assert (dead.stream, dead.subject, dead.seq, dead.time) == (pair.source, found.subject, 4, found.time)
+    assert (dead.attempts, dead.error, dead.worker) == (3, "ZeroDivisionError: input 4", "w")
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "input 4" in warning
-    assert f"{target}.dead" in warning
+    assert f"{pair.target}.dead" in warning
+    # The letter and the position behind it are one batch.
+    position = await jsx.DirectGet(js, pair.target).get(dead.message.seq + 1)
+    assert position.subject == f"{pair.target}.at.w"
+    assert dict(position.raw_headers)[b"Nats-Batch-Id"] == dict(dead.message.raw_headers)[b"Nats-Batch-Id"]
+    record = json.loads(position.data)
+    assert (record["seq"], record.get("failed")) == (5, None)
     await leak_check.assert_clean()
-
-
-async def test_the_dead_letter_and_the_position_are_one_batch(js: JetStreamContext, make_stream: Make) -> None:
-    source, target = await make_stream(3), await make_stream()
-    await work(LogReader(js, source), target, Failing(target, {2: ALWAYS}))
-    (dead,) = await stored(js, target, "dead")
-    position = await jsx.DirectGet(js, target).get(dead.seq + 1)
-    assert position.subject == f"{target}.at.w"
-    assert dict(position.raw_headers)[b"Nats-Batch-Id"] == dict(dead.raw_headers)[b"Nats-Batch-Id"]
-    assert json.loads(position.data)["seq"] == 3
-    assert "failed" not in json.loads(position.data)
 
 
 def bad_results(target: str) -> dict[str, Any]:
@@ -144,105 +132,68 @@ def bad_results(target: str) -> dict[str, Any]:
 @pytest.mark.parametrize("most", [2, 100])
 @pytest.mark.parametrize("grouped", [False, True])
 async def test_outputs_that_cannot_be_stored_are_a_failure_of_their_input(
-    js: JetStreamContext, make_stream: Make, grouped: bool, most: int
+    make_pair: MakePair, grouped: bool, most: int
 ) -> None:
     """With two inputs in a commit, those after it are handled already, and handled again."""
-    failures: list[str] = []
     for kind in bad_results("t"):
-        source, target = await make_stream(5), await make_stream(max_msg_size=1500)
+        pair = await make_pair(5, max_msg_size=1500)
 
         def handler(given: Any) -> Any:
             messages = given if grouped else [given]
             if any(message.seq == 3 for message in messages):
-                return bad_results(target)[kind]  # noqa: B023
-            return [BatchMessage(f"{target}.out", message.data) for message in messages]  # noqa: B023
+                return bad_results(pair.target)[kind]  # noqa: B023
+            return [pair.out(message) for message in messages]  # noqa: B023
 
-        done = await work(
-            LogReader(js, source), target, handler, grouped=grouped, max_messages=most, dead_letter=letter(target, 2)
-        )
-        dead = [(it.data, it.headers["Dead-Letter-Attempts"]) for it in await stored(js, target, "dead")]
-        found = done.inputs, done.outputs, done.dead_letters, await numbers(js, target), dead
-        if found != (5, 4, 1, [1, 2, 4, 5], [(b"3", "2")]):
-            failures.append(f"{kind}: {found}")
-    assert not failures, "\n".join(failures)
+        done = await pair.work(handler, grouped=grouped, max_messages=most, dead_letter=pair.letter(2))
+        dead = [(it.data, it.headers["Dead-Letter-Attempts"]) for it in await pair.stored("dead")]
+        found = done.inputs, done.outputs, done.dead_letters, await pair.outputs(), dead
+        assert found == (5, 4, 1, [1, 2, 4, 5], [(b"3", "2")]), kind
 
 
-async def test_a_handler_that_returns_no_outputs_ends_the_worker(js: JetStreamContext, make_stream: Make) -> None:
-    """It is an error of the program: otherwise every input could become a dead letter."""
-    source, target = await make_stream(5), await make_stream()
-    for grouped in (False, True):
-        for made in (7, b"x", ["text"], {}):
-            calls = 0
-
-            def handler(given: Any) -> Any:
-                nonlocal calls
-                calls += 1
-                return made  # noqa: B023
-
-            with pytest.raises(TypeError, match=f"of stream {source!r}: the handler returned "):
-                await work(LogReader(js, source), target, handler, grouped=grouped)
-            assert calls == 1, (grouped, made)
-    assert not any("failed" in record for record in await records(js, target))
-    done = await work(LogReader(js, source), target, Failing(target, {}))
-    assert (done.dead_letters, await numbers(js, target)) == (0, [1, 2, 3, 4, 5])
-
-
-async def test_a_grouped_handler_gets_one_input_at_a_time_after_a_failure(
-    js: JetStreamContext, make_stream: Make
-) -> None:
-    source, target = await make_stream(9), await make_stream()
-    handler = Failing(target, {2: ALWAYS, 3: 2})
-    done = await work(LogReader(js, source), target, handler.group, grouped=True, max_messages=4)
+async def test_a_grouped_handler_gets_one_input_at_a_time_after_a_failure(make_pair: MakePair) -> None:
+    pair = await make_pair(9)
+    handler = Failing(pair.target, {2: ALWAYS, 3: 2})
+    done = await pair.work(handler.group, grouped=True, max_messages=4, dead_letter=pair.letter())
     assert (done.inputs, done.dead_letters) == (9, 1)
     assert handler.calls == [[1, 2, 3, 4], [1], [2], [2], [2], [3], [3], [3], [4], [5, 6, 7, 8], [9]]
-    assert await numbers(js, target) == [1, 3, 4, 5, 6, 7, 8, 9]
+    assert await pair.outputs() == [1, 3, 4, 5, 6, 7, 8, 9]
 
 
-async def test_attempts_count_across_restarts(js: JetStreamContext, make_stream: Make) -> None:
-    source, target = await make_stream(5), await make_stream()
-    handler = Failing(target, {3: ALWAYS})
+async def test_attempts_count_across_restarts(make_pair: MakePair) -> None:
+    pair = await make_pair(5)
+    handler, letters = Failing(pair.target, {3: ALWAYS}), pair.letter(4, 3600)
     for attempt in range(1, 4):
-        working = asyncio.ensure_future(
-            work(LogReader(js, source), target, handler, dead_letter=letter(target, 4, 3600))
-        )
-        await until_attempts(js, target, attempt)
+        working = asyncio.ensure_future(pair.work(handler, dead_letter=letters))
+        await until_attempts(pair, attempt)
         working.cancel()
         with pytest.raises(asyncio.CancelledError):
             await working
     assert handler.calls.count(3) == 3
-    done = await work(LogReader(js, source), target, handler, dead_letter=letter(target, 4, 3600))
-    assert handler.calls.count(3) == 4
-    assert done.dead_letters == 1
-    assert await numbers(js, target) == [1, 2, 4, 5]
-    (dead,) = await stored(js, target, "dead")
+    done = await pair.work(handler, dead_letter=letters)
+    assert (handler.calls.count(3), done.dead_letters) == (4, 1)
+    assert await pair.outputs() == [1, 2, 4, 5]
+    (dead,) = await pair.stored("dead")
     assert dead.headers["Dead-Letter-Attempts"] == "4"
 
 
-async def until_attempts(js: JetStreamContext, target: str, attempts: int) -> None:
+async def until_attempts(pair: Pair, attempts: int) -> None:
     async with asyncio.timeout(60):
-        while True:
-            with contextlib.suppress(errors.MessageNotFoundError):
-                record = json.loads((await jsx.DirectGet(js, target).get_last(f"{target}.at.w")).data)
-                if record.get("failed", {}).get("attempts") == attempts:
-                    return
+        while not any(record.get("failed", {}).get("attempts") == attempts for record in await pair.records()):
             await asyncio.sleep(0.01)
 
 
-async def test_a_worker_that_was_fenced_during_a_pause_stores_nothing(js: JetStreamContext, make_stream: Make) -> None:
-    source, target = await make_stream(3), await make_stream()
-    first = asyncio.ensure_future(
-        work(LogReader(js, source), target, Failing(target, {2: 1}), dead_letter=letter(target, 2, 3.0))
-    )
-    await until_attempts(js, target, 1)
-    second = await work(LogReader(js, source), target, Failing(target, {}))
-    assert second.position == 4
+async def test_a_worker_that_was_fenced_during_a_pause_stores_nothing(make_pair: MakePair) -> None:
+    pair = await make_pair(3)
+    first = asyncio.ensure_future(pair.work(Failing(pair.target, {2: 1}), dead_letter=pair.letter(2, 3.0)))
+    await until_attempts(pair, 1)
+    assert (await pair.work()).position == 4
     with pytest.raises(errors.FencedError):
         await asyncio.wait_for(first, 60)
-    assert await numbers(js, target) == [1, 2, 3]
-    assert not await stored(js, target, "dead")
+    assert await pair.outputs() == [1, 2, 3]
+    assert not await pair.stored("dead")
 
 
-async def test_what_the_handler_raises_counts_whatever_it_is(js: JetStreamContext, make_stream: Make) -> None:
+async def test_what_the_handler_raises_counts_whatever_it_is(make_pair: MakePair) -> None:
     """Also a cancellation of something that it waited for, and the failure of a task group.
 
     Before Python 3.13, `Task.cancelling` counts the cancellation that a TaskGroup makes when it fails.
@@ -260,44 +211,44 @@ async def test_what_the_handler_raises_counts_whatever_it_is(js: JetStreamContex
         if message.seq == 4:
             async with asyncio.TaskGroup() as group:
                 group.create_task(fail())
-        return BatchMessage(f"{target}.out", message.data)
+        return pair.out(message)
 
-    source, target = await make_stream(5), await make_stream()
-    done = await work(LogReader(js, source), target, handler)
-    assert (done.dead_letters, await numbers(js, target)) == (3, [1, 5])
-    kinds = [it.headers["Dead-Letter-Error"].partition(":")[0] for it in await stored(js, target, "dead")]
+    pair = await make_pair(5)
+    done = await pair.work(handler, dead_letter=pair.letter())
+    assert (done.dead_letters, await pair.outputs()) == (3, [1, 5])
+    kinds = [it.headers["Dead-Letter-Error"].partition(":")[0] for it in await pair.stored("dead")]
     assert kinds == ["RequestTimeoutError", "CancelledError", "ExceptionGroup"]
 
 
 async def test_an_error_that_is_not_the_inputs_ends_the_worker(
-    js: JetStreamContext, server: NatsServer, make_stream: Make
+    js: JetStreamContext, server: NatsServer, make_pair: MakePair
 ) -> None:
     async def update(**config: Any) -> None:
-        await js.update_stream((await js.stream_info(target)).config.evolve(**config))
+        await js.update_stream((await js.stream_info(pair.target)).config.evolve(**config))
 
     faults: dict[str, tuple[Callable[[Any], Awaitable[Any]], Callable[[], Awaitable[Any]]]] = {
         "atomic writes are disabled": (lambda _: update(allow_atomic=False), lambda: update(allow_atomic=True)),
         "the stream is full": (lambda _: update(max_msgs=1, discard="new"), lambda: update(max_msgs=-1, discard="old")),
         "the connection is closed": (lambda own: own._nc.close(), lambda: asyncio.sleep(0)),
-        "the stream is deleted": (lambda _: js.delete_stream(target), lambda: js.add_stream(config)),
+        "the stream is deleted": (lambda _: js.delete_stream(pair.target), lambda: js.add_stream(config)),
     }
     for fault, (begin, end) in faults.items():
-        source, target = await make_stream(3), await make_stream()
-        config = (await js.stream_info(target)).config
+        pair = await make_pair(3)
+        config = (await js.stream_info(pair.target)).config
         async with await nats.connect(server.url, connect_timeout=10) as nc:
             own = nc.jetstream(timeout=30)
 
             async def handler(message: StoredMsg) -> BatchMessage:
                 if message.seq == 2:
                     await begin(own)  # noqa: B023
-                return BatchMessage(f"{target}.out", message.data)  # noqa: B023
+                return pair.out(message)  # noqa: B023
 
             with pytest.raises((errors.JetStreamExtError, nats.errors.Error, APIError)):
-                await work(LogReader(own, source), target, handler, patience=1, dead_letter=letter(target, 1))
+                await pair.work(handler, pair.reader(js=own), patience=1, dead_letter=pair.letter(1))
         await end()
-        assert not any("failed" in record for record in await records(js, target)), fault
-        await work(LogReader(js, source), target, Failing(target, {}))
-        assert await numbers(js, target) == [1, 2, 3], fault
+        assert not any("failed" in record for record in await pair.records()), fault
+        await pair.work()
+        assert await pair.outputs() == [1, 2, 3], fault
 
 
 HEADERS = [
@@ -316,32 +267,44 @@ HEADERS = [
 ]
 
 
+async def publish_raw(nc: Any, subject: str, block: bytes, payload: bytes = b"") -> None:
+    """Publish a message with a block of headers that no client sends."""
+    inbox = await nc.subscribe(nc.new_inbox())
+    line = f"HPUB {subject} {inbox.subject} {len(block)} {len(block) + len(payload)}\r\n".encode()
+    await nc._send_command(line + block + payload + b"\r\n")
+    await nc._flush_pending()
+    await inbox.next_msg(30)
+
+
 async def test_a_dead_letter_keeps_the_headers_of_its_input(js: JetStreamContext, nc: Any, make_stream: Make) -> None:
     source, target = await make_stream(), await make_stream()
-    block = "NATS/1.0\r\n" + "".join(f"{name}: {value}\r\n" for name, value in HEADERS) + "\r\n"
-    raw = block.encode()[:-2] + b"Binary: \xff\xfe\r\n\r\n"
+    block = "NATS/1.0\r\n" + "".join(f"{name}: {value}\r\n" for name, value in HEADERS)
     payload = bytes(range(256))
-    inbox = nc.new_inbox()
-    answers = await nc.subscribe(inbox)
-    line = f"HPUB {source}.x {inbox} {len(raw)} {len(raw) + len(payload)}\r\n".encode()
-    await nc._send_command(line + raw + payload + b"\r\n")
-    await nc._flush_pending()
-    await answers.next_msg(10)
+    await publish_raw(nc, f"{source}.x", block.encode() + b"Binary: \xff\xfe\r\n\r\n", payload)
     await work(LogReader(js, source), target, Failing(target, {1: ALWAYS}))
-    (dead,) = await stored(js, target, "dead")
-    assert dead.data == payload
-    known = origin(dead)
-    assert known is not None
+    (dead,) = [it async for it in dead_letters(js, target, f"{target}.dead")]
     odd = {"Ünicode", "Odd\nname", "Odd"}
-    assert list(known.headers) == [(name, value) for name, value in HEADERS if name not in odd]
-    assert not known.complete
-    assert raw_headers(dead) == [
+    assert (dead.data, dead.complete) == (payload, False)
+    assert list(dead.headers) == [(name, value) for name, value in HEADERS if name not in odd]
+    raw = [value for name, value in dead.message.header_pairs if name == "Dead-Letter-Raw-Header"]
+    assert [tuple(map(unquote_to_bytes, value.split("="))) for value in raw] == [
         *((name.encode(), value.encode()) for name, value in HEADERS if name in odd),
         (b"Binary", b"\xff\xfe"),
     ]
-    assert (f"{KEPT}Nats-Msg-Id", "id-1") in dead.header_pairs
-    assert sum(name == RAW for name, _ in dead.header_pairs) == 4
-    assert "Nats-Msg-Id" not in dead.headers
+    assert ("Dead-Letter-Header-Nats-Msg-Id", "id-1") in dead.message.header_pairs
+    assert "Nats-Msg-Id" not in dead.message.headers
+
+
+async def test_blanks_that_a_client_strips_are_kept(js: JetStreamContext, nc: Any, make_stream: Make) -> None:
+    """The input is not handed back with another subject or header."""
+    source, target = await make_stream(), await make_stream()
+    blanks = ["\u00a0", "\u0085", "\x1f"]
+    for blank in blanks:
+        subject = f"{source}.x{blank}" if blank != "\x1f" else f"{source}.x"
+        await publish_raw(nc, subject, f"NATS/1.0\r\nA:{blank}x\r\nB: y\r\n\r\n".encode())
+    await work(LogReader(js, source), target, Failing(target, dict.fromkeys((1, 2, 3), ALWAYS)))
+    letters = [it async for it in dead_letters(js, target, f"{target}.dead")]
+    assert [(it.complete, it.headers) for it in letters] == [(False, (("B", "y"),))] * len(blanks)
 
 
 async def test_the_error_of_a_dead_letter_is_one_short_line(js: JetStreamContext, make_stream: Make) -> None:
@@ -414,53 +377,48 @@ async def test_an_input_that_is_too_large_as_a_dead_letter_is_cut(
     assert not failures, "\n".join(failures)
 
 
-async def test_a_dead_letter_that_cannot_be_stored_ends_the_worker_and_loses_nothing(
-    js: JetStreamContext, make_stream: Make
-) -> None:
-    source, target = await make_stream(1), await make_stream(max_msg_size=300)
+async def test_a_dead_letter_that_cannot_be_stored_ends_the_worker_and_loses_nothing(make_pair: MakePair) -> None:
+    pair = await make_pair(1, max_msg_size=300)
     with pytest.raises(errors.MessageTooLargeError, match="cannot be stored as a dead letter"):
-        await work(LogReader(js, source), target, Failing(target, {1: ALWAYS}))
-    assert not await stored(js, target, "dead")
-    assert (await records(js, target))[-1]["seq"] == 1
-    done = await work(LogReader(js, source), target, lambda message: None)
+        await pair.work(Failing(pair.target, {1: ALWAYS}), dead_letter=pair.letter())
+    assert not await pair.stored("dead")
+    assert (await pair.records())[-1]["seq"] == 1
+    done = await pair.work(lambda message: None)
     assert (done.inputs, done.dead_letters) == (1, 0)
 
 
-async def test_a_record_of_another_input_does_not_count(js: JetStreamContext, make_stream: Make) -> None:
-    source, target = await make_stream(1), await make_stream()
-    await work(LogReader(js, source), target, Failing(target, {}))
-    (found,) = await LogReader(js, target, subject=f"{target}.at.w", start=Last()).read()
-    forged = json.loads(found.data) | {"failed": {"seq": 99, "attempts": 9, "error": ""}}
-    await js.publish(found.subject, json.dumps(forged).encode())
-    await js.publish(f"{source}.0", b"2")
-    handler = Failing(target, {2: 2})
-    done = await work(LogReader(js, source), target, handler)
+async def test_a_record_of_another_input_does_not_count(make_pair: MakePair, more: More) -> None:
+    pair = await make_pair(1)
+    await pair.work()
+    await pair.forge(failed={"seq": 99, "attempts": 9, "error": ""})
+    await more(pair.source, 2, 2)
+    handler = Failing(pair.target, {2: 2})
+    done = await pair.work(handler, dead_letter=pair.letter())
     assert (done.inputs, done.dead_letters) == (1, 0)
-    assert handler.calls == [1, 2, 2, 2][1:]
+    assert handler.calls == [2, 2, 2]
 
 
-async def test_the_dead_letters_subject_is_checked_at_the_start(js: JetStreamContext, make_stream: Make) -> None:
-    source, target = await make_stream(1), await make_stream()
-    handled: list[Any] = []
-    with pytest.raises(errors.StreamConfigMismatchError, match="subjects"):
-        await work(LogReader(js, source), target, handled.append, dead_letter=DeadLetter("elsewhere"))
-    with pytest.raises(ValueError, match="position"):
-        await work(LogReader(js, source), target, handled.append, dead_letter=DeadLetter(f"{target}.at.w"))
-    with pytest.raises(TypeError, match="DeadLetter"):
-        await work(LogReader(js, source), target, handled.append, dead_letter="elsewhere")
-    compacted = await make_stream(max_msgs_per_subject=1)
-    with pytest.raises(errors.StreamConfigMismatchError, match="max_msgs_per_subject"):
-        await work(LogReader(js, source), compacted, handled.append)
-    with pytest.raises(ValueError, match="dead letter"):
-        await work(LogReader(js, target, subject=f"{target}.dead"), target, handled.append)
-    assert not handled
-    await work(LogReader(js, source), compacted, handled.append, position_may_vanish=True)
+async def test_the_dead_letters_subject_is_checked_at_the_start(make_pair: MakePair) -> None:
+    pair, compacted = await make_pair(1), await make_pair(1, max_msgs_per_subject=1)
+    own = pair.reader(stream=pair.target, subject=f"{pair.target}.dead")
+    cases: list[tuple[Pair, dict[str, Any], type[Exception], str]] = [
+        (pair, {"dead_letter": DeadLetter("elsewhere")}, errors.StreamConfigMismatchError, "subjects"),
+        (pair, {"dead_letter": DeadLetter(f"{pair.target}.at.w")}, ValueError, "position"),
+        (pair, {"dead_letter": "elsewhere"}, TypeError, "DeadLetter"),
+        (pair, {"dead_letter": pair.letter(), "reader": own}, ValueError, "dead letter"),
+        (compacted, {"dead_letter": compacted.letter()}, errors.StreamConfigMismatchError, "max_msgs_per_subject"),
+    ]
+    for each, options, error, text in cases:
+        with pytest.raises(error, match=text):
+            await each.work(**options)
+        assert not await each.outputs()
+    await compacted.work(dead_letter=compacted.letter(), position_may_vanish=True)
 
 
-async def test_a_dead_letter_outlives_the_streams_max_age(js: JetStreamContext, make_stream: Make) -> None:
-    source, target = await make_stream(1), await make_stream(max_age=3600, allow_msg_ttl=True)
-    await work(LogReader(js, source), target, Failing(target, {1: ALWAYS}))
-    (dead,) = await stored(js, target, "dead")
+async def test_a_dead_letter_outlives_the_streams_max_age(make_pair: MakePair) -> None:
+    pair = await make_pair(1, max_age=3600, allow_msg_ttl=True)
+    await pair.work(Failing(pair.target, {1: ALWAYS}), dead_letter=pair.letter())
+    (dead,) = await pair.stored("dead")
     assert dead.headers["Nats-TTL"] == "never"
 
 
@@ -484,10 +442,9 @@ def test_a_dead_letter_option_is_a_value() -> None:
     assert DeadLetter("a", backoff=2).pause_after(7) == 2.0
 
 
-async def test_a_cancellation_that_the_handler_hides(js: JetStreamContext, make_stream: Make) -> None:
+async def test_a_cancellation_that_the_handler_hides(make_pair: MakePair) -> None:
     for swallows in (False, True):
-        source, target = await make_stream(3), await make_stream()
-        there = asyncio.Event()
+        pair, there = await make_pair(3), asyncio.Event()
 
         async def handle(message: StoredMsg) -> BatchMessage:
             there.set()  # noqa: B023
@@ -496,41 +453,39 @@ async def test_a_cancellation_that_the_handler_hides(js: JetStreamContext, make_
             except asyncio.CancelledError as error:
                 if not swallows:  # noqa: B023
                     raise RuntimeError("interrupted") from error
-            return BatchMessage(f"{target}.out", message.data)  # noqa: B023
+            return pair.out(message)  # noqa: B023
 
-        working = asyncio.ensure_future(
-            work(LogReader(js, source, tail=True), target, handle, dead_letter=letter(target, 1))
-        )
+        working = asyncio.ensure_future(pair.work(handle, pair.reader(tail=True), dead_letter=pair.letter(1)))
         async with asyncio.timeout(30):
             await there.wait()
             working.cancel()
             await asyncio.wait({working})
         assert working.cancelled(), f"{swallows=}"
-        assert await letters_of(js, target) == []
+        assert await pair.stored("dead") == []
 
 
-async def test_blanks_that_a_client_strips_are_kept(js: JetStreamContext, nc: Any, make_stream: Make) -> None:
-    """The input is not handed back with another subject or header."""
-    source, target = await make_stream(), await make_stream()
-    blanks = ["\u00a0", "\u0085", "\x1f"]
-    inbox = await nc.subscribe(nc.new_inbox())
-    for blank in blanks:
-        block = f"NATS/1.0\r\nA:{blank}x\r\nB: y\r\n\r\n".encode()
-        subject = f"{source}.x{blank}" if blank != "\x1f" else f"{source}.x"
-        line = f"HPUB {subject} {inbox.subject} {len(block)} {len(block)}\r\n".encode()
-        await nc._send_command(line + block + b"\r\n")
-        await nc._flush_pending()
-        await inbox.next_msg(30)
+async def test_without_dead_letters_a_handler_can_hide_a_cancellation(make_pair: MakePair) -> None:
+    pair, there, hidden = await make_pair(3), asyncio.Event(), asyncio.Event()
 
-    def fail(_: StoredMsg) -> None:
-        raise ZeroDivisionError
+    async def handle(message: StoredMsg) -> BatchMessage:
+        if not hidden.is_set():
+            there.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                hidden.set()
+        return pair.out(message)
 
-    await work(LogReader(js, source), target, fail, dead_letter=letter(target, 1))
-    letters = [it async for it in dead_letters(js, target, f"{target}.dead")]
-    assert len(letters) == len(blanks)
-    for blank, found in zip(blanks, letters, strict=True):
-        assert not found.complete, repr(blank)
-        assert found.headers == (("B", "y"),), repr(blank)
+    working = asyncio.ensure_future(pair.work(handle, pair.reader(tail=True)))
+    async with asyncio.timeout(30):
+        await there.wait()
+        working.cancel()
+        await hidden.wait()
+        while await pair.outputs() != [1, 2, 3]:
+            await asyncio.sleep(0.05)
+        working.cancel()
+        await asyncio.wait({working})
+    assert working.cancelled()
 
 
 # -- workers that die -------------------------------------------------------------------------------------------------
@@ -560,16 +515,14 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("how", ["kill", "exit"])
-async def test_the_end_of_a_process_is_no_attempt(
-    js: JetStreamContext, server: NatsServer, make_stream: Make, how: str
-) -> None:
+async def test_the_end_of_a_process_is_no_attempt(server: NatsServer, make_pair: MakePair, how: str) -> None:
     """The next start handles the input again, with the same outputs stored once."""
-    source, target = await make_stream(30), await make_stream()
-    arguments = [server.url, source, target, "14", how]
+    pair = await make_pair(30)
+    arguments = [server.url, pair.source, pair.target, "14", how]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", textwrap.dedent(PROGRAM), *arguments, cwd=Path(__file__).parents[2]
     )
     assert await asyncio.wait_for(process.wait(), 120) == (7 if how == "exit" else -signal.SIGKILL)
-    done = await work(LogReader(js, source), target, Failing(target, {}), dead_letter=letter(target, 1))
+    done = await pair.work(dead_letter=pair.letter(1))
     assert done.dead_letters == 0
-    assert await numbers(js, target) == list(range(1, 31))
+    assert await pair.outputs() == list(range(1, 31))

@@ -28,12 +28,29 @@ NEVER = 60.0
 KEPT, INACTIVE = 1.0, 5.0
 
 
+async def add(js: JetStreamContext, name: str, **options: Any) -> None:
+    """Make a stream; without other options, its subjects are ``<name>.>``."""
+    copies = "mirror" in options or "sources" in options
+    subjects = {} if copies else {"subjects": [f"{name}.>"]}
+    await js.add_stream(StreamConfig(name=name, allow_direct=True, **{**subjects, **options}))
+
+
 async def streams(js: JetStreamContext, name: str, **options: Any) -> dict[str, str]:
     """Make a stream, a mirror and a stream that sources it; return the subject to publish on for each."""
-    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, **options))
-    await js.add_stream(StreamConfig(name=f"{name}-M", mirror=StreamSource(name=name), allow_direct=True))
-    await js.add_stream(StreamConfig(name=f"{name}-S", sources=[StreamSource(name=name)], allow_direct=True))
+    await add(js, name, **options)
+    await add(js, f"{name}-M", mirror=StreamSource(name=name), **options)
+    await add(js, f"{name}-S", sources=[StreamSource(name=name)], **options)
     return dict.fromkeys((name, f"{name}-M", f"{name}-S"), f"{name}.a.b")
+
+
+async def until(call: Callable[[], Awaitable[Any]]) -> None:
+    """Repeat a call until it succeeds."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(nats.errors.Error, nats.js.errors.APIError):
+                await call()
+                return
+            await asyncio.sleep(0.05)
 
 
 class Tail:
@@ -77,8 +94,10 @@ async def armed(caplog: pytest.LogCaptureFixture) -> Callable[[int], Awaitable[N
     return armed
 
 
-async def consumers(js: JetStreamContext, stream: str) -> list[str]:
-    return [info.name or "" for info in await js.consumers_info(stream)]
+async def bells(js: JetStreamContext, stream: str) -> list[str]:
+    """Return the consumers that are doorbells."""
+    names = [info.name or "" for info in await js.consumers_info(stream)]
+    return [name for name in names if "doorbell" in name]
 
 
 @pytest.mark.parametrize("version", [None, "2.12.8", "2.11.0"])
@@ -96,7 +115,7 @@ async def test_each_kind_of_stream_rings(version: str | None, armed: Callable[[i
                         found = await tail.next()
                         assert stream == "S-S" or found == sent.seq
             await asyncio.sleep(KEPT + 0.5)
-            assert [name for name in await consumers(js, stream) if "doorbell" in name] == []
+            assert await bells(js, stream) == []
 
 
 async def test_bursts_are_read_completely(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
@@ -116,7 +135,7 @@ async def test_a_message_that_was_published_in_vain_does_not_end_the_wait(
     js: JetStreamContext, stream_name: Callable[[], str], armed: Callable[[int], Awaitable[None]]
 ) -> None:
     name = stream_name()
-    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True))
+    await add(js, name)
     async with Tail(js, name) as tail:
         await armed(1)
         requests = js._nc.stats["out_msgs"]
@@ -138,8 +157,7 @@ async def test_readers_share_one_doorbell_and_what_they_ask(own_server: NatsServ
             async with contextlib.AsyncExitStack() as stack:
                 tails = [await stack.enter_async_context(Tail(js, stream)) for _ in range(200)]
                 await asyncio.sleep(3)  # the looks after it was armed come soon
-                own = [name for name in await consumers(other.jetstream(), stream) if "doorbell" in name]
-                assert len(own) == (stream == "S-M")
+                assert len(await bells(other.jetstream(), stream)) == (stream == "S-M")
                 sent = nc.stats["out_msgs"]
                 await asyncio.sleep(6)
                 assert nc.stats["out_msgs"] - sent <= 2
@@ -170,7 +188,7 @@ async def test_messages_that_a_filter_excludes_do_not_cost_the_doorbell(
     """Nothing rings for them, also when a look finds them after a long pause, and that is right."""
     caplog.set_level("DEBUG", "jetstream_ext.client")
     name, seen = stream_name(), asyncio.Queue[int]()
-    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True))
+    await add(js, name)
     kv = await js.create_key_value(bucket=name, direct=True)
 
     async def iterate() -> None:
@@ -197,7 +215,7 @@ async def test_messages_that_a_filter_excludes_do_not_cost_the_doorbell(
 async def test_a_short_timeout_does_not_wait_for_a_longer_one(own_server: NatsServer) -> None:
     async with await nats.connect(own_server.url) as nc:
         js = nc.jetstream()
-        await js.add_stream(StreamConfig(name="S", subjects=["S.>"], allow_direct=True))
+        await add(js, "S")
         patient, quick = (log.LogReader(js, "S", timeout=time, patience=time / 2) for time in (8.0, 0.2))
         for reader in (patient, quick):
             assert await reader.read(timeout=0.1) == []
@@ -225,7 +243,7 @@ async def test_what_ends_leaves_nothing(js: JetStreamContext, stream_name: Calla
                 await js.publish(kinds[stream])
                 await two.next()
         await asyncio.sleep(KEPT + 0.2)
-        assert [each for each in await consumers(js, stream) if "doorbell" in each] == []
+        assert await bells(js, stream) == []
     await leak_check.assert_clean()
 
 
@@ -248,33 +266,26 @@ async def test_a_killed_process_leaves_its_consumer_for_some_seconds(own_server:
             assert process.stdout is not None
             await asyncio.to_thread(process.stdout.readline)
             async with asyncio.timeout(20):
-                while not any("doorbell" in name for name in await consumers(js, "S-M")):
+                while not await bells(js, "S-M"):
                     await asyncio.sleep(0.05)
             os.kill(process.pid, signal.SIGKILL)
         async with asyncio.timeout(3 * INACTIVE):
-            while any("doorbell" in name for name in await consumers(js, "S-M")):
+            while await bells(js, "S-M"):
                 await asyncio.sleep(0.05)
 
 
 async def test_where_there_may_be_none_the_reader_polls(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     name = stream_name()
-    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, max_consumers=1))
-    await js.add_stream(
-        StreamConfig(name=f"{name}-M", mirror=StreamSource(name=name), allow_direct=True, max_consumers=1)
-    )
-    await js.add_stream(
-        StreamConfig(
-            name=f"{name}-W", sources=[StreamSource(name=name)], allow_direct=True, retention=RetentionPolicy.WORK_QUEUE
-        )
-    )
+    await add(js, name, max_consumers=1)
+    await add(js, f"{name}-M", mirror=StreamSource(name=name), max_consumers=1)
+    await add(js, f"{name}-W", sources=[StreamSource(name=name)], retention=RetentionPolicy.WORK_QUEUE)
     async with (
         Tail(js, name, doorbell=False, poll=0.05) as off,
         Tail(js, f"{name}-M", poll=0.05) as full,
         Tail(js, f"{name}-W", poll=0.05, on_lost="skip") as queue,
     ):
         await asyncio.sleep(0.2)
-        assert await consumers(js, f"{name}-M") == []
-        assert await consumers(js, f"{name}-W") == []
+        assert await bells(js, f"{name}-M") == await bells(js, f"{name}-W") == []
         await js.publish(f"{name}.a")
         assert [await tail.next() for tail in (off, full, queue)] == [1, 1, 1]
 
@@ -295,7 +306,7 @@ async def test_a_user_without_permission_polls_and_is_told_once() -> None:
         own = {"user": "few", "password": "p", "error_cb": report}
         async with await nats.connect(server.url, user="all", password="p") as nc:
             js = nc.jetstream(timeout=20)
-            await js.add_stream(StreamConfig(name="S", subjects=["S.>"], allow_direct=True))
+            await add(js, "S")
             async with (
                 await nats.connect(server.url, **own) as limited,
                 Tail(limited.jetstream(timeout=20), "S", poll=0.05) as tail,
@@ -316,29 +327,24 @@ async def test_a_consumer_that_is_deleted_is_replaced(
         for turn in range(1, 4):
             await armed(2 * turn - 1)
             await asyncio.sleep(1.1)  # one that is lost sooner is not made again at once
-            [own] = await consumers(js, f"{name}-M")
+            [own] = await bells(js, f"{name}-M")
             await js.delete_consumer(f"{name}-M", own)
             await armed(2 * turn)
             await js.publish(f"{name}.a")
             assert await tail.next() == turn
 
 
-async def test_after_a_restart_of_the_server(own_server: NatsServer, armed: Callable[[int], Awaitable[None]]) -> None:
+async def test_after_a_restart_of_the_server(own_server: NatsServer) -> None:
     async with connected(own_server.url) as nc:
         js = nc.jetstream(timeout=20)
-        await js.add_stream(name="S", subjects=["S.>"], allow_direct=True)
-        await js.add_stream(name="N", subjects=[f"N.{n}" for n in range(9)], allow_direct=True)
+        await add(js, "S")
+        await add(js, "N", subjects=[f"N.{n}" for n in range(9)])
         for stream, subject in {"S": "S.a", "N": "N.1"}.items():
             async with Tail(js, stream) as tail:
                 await asyncio.sleep(0.1)
                 own_server.kill()
                 own_server.restart()
-                async with asyncio.timeout(30):
-                    while True:
-                        with contextlib.suppress(nats.errors.Error, nats.js.errors.APIError):
-                            await js.publish(subject, timeout=1)
-                            break
-                        await asyncio.sleep(0.05)
+                await until(lambda: js.publish(subject, timeout=1))  # noqa: B023
                 await tail.next(15)
                 await asyncio.sleep(0.1)
                 await js.publish(subject)
@@ -347,20 +353,14 @@ async def test_after_a_restart_of_the_server(own_server: NatsServer, armed: Call
 
 async def test_after_a_leader_change(cluster: NatsCluster, cluster_nc: Client, stream_name: Callable[[], str]) -> None:
     js, name = cluster_nc.jetstream(timeout=20), stream_name()
-    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, num_replicas=3))
-    await js.add_stream(
-        StreamConfig(name=f"{name}-M", mirror=StreamSource(name=name), allow_direct=True, num_replicas=3)
-    )
+    await add(js, name, num_replicas=3)
+    await add(js, f"{name}-M", mirror=StreamSource(name=name), num_replicas=3)
     for stream in (name, f"{name}-M"):
         async with Tail(js, stream) as tail:
             for _ in range(3):
                 await asyncio.sleep(0.3)
                 await cluster_nc.request(f"$JS.API.STREAM.LEADER.STEPDOWN.{stream}", b"", timeout=10)
-                async with asyncio.timeout(30):
-                    while True:
-                        with contextlib.suppress(nats.errors.Error, nats.js.errors.APIError):
-                            await js.publish(f"{name}.a", timeout=1)
-                            break
+                await until(lambda: js.publish(f"{name}.a", timeout=1))
                 await tail.next(10)
                 await js.publish(f"{name}.a")
                 await tail.next()
@@ -374,7 +374,7 @@ async def test_a_message_that_is_stored_long_after_it_was_published(
     async with contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(connected(server.url)) for server in cluster.servers]
         js = clients[0].jetstream(timeout=20)
-        await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, num_replicas=3))
+        await add(js, name, num_replicas=3)
         info = (await js.stream_info(name)).cluster
         assert info is not None
         [at] = [n for n, server in enumerate(cluster.servers) if server.name == info.leader]
@@ -399,12 +399,7 @@ async def hub(leaf: NatsServer) -> AsyncIterator[JetStreamContext]:
     """The context of the hub's domain, of a client of the leaf node."""
     async with await nats.connect(leaf.url, connect_timeout=10) as nc:
         js = nc.jetstream(domain="hub", timeout=20)
-        async with asyncio.timeout(60):
-            while True:
-                with contextlib.suppress(nats.errors.Error):
-                    await js.account_info()
-                    break
-                await asyncio.sleep(0.05)
+        await until(js.account_info)
         yield js
 
 
@@ -412,7 +407,7 @@ async def test_in_a_domain(
     hub: JetStreamContext, stream_name: Callable[[], str], armed: Callable[[int], Awaitable[None]]
 ) -> None:
     name = stream_name()
-    await hub.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True))
+    await add(hub, name)
     async with Tail(hub, name) as tail:
         for seq in range(1, 4):
             await armed(seq)

@@ -6,15 +6,17 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import nats.errors
 import nats.js.errors
 import pytest
+from clients import connected
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.client import api
-from jetstream_ext.log import First, Last, LogReader, New, OffsetStore, Seq, Stored, Time, fetching
+from jetstream_ext.log import First, Last, LogReader, New, OffsetStore, Seq, Stored, Time, reading
 from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
@@ -48,36 +50,39 @@ async def test_a_purged_position_raises_and_stays(js: JetStreamContext, make_str
 async def test_a_purge_of_everything_is_a_loss_for_unread_messages_only(
     js: JetStreamContext, make_stream: Make, more: More
 ) -> None:
-    name = await make_stream(20)
+    name, empty = await make_stream(20), await make_stream()
     behind, at_the_end = LogReader(js, name, start=Seq(20)), LogReader(js, name)
     assert len(await numbers(at_the_end)) == 20
-    await js.purge_stream(name)
-    with pytest.raises(errors.PositionLostError) as caught:
-        await behind.read()
-    assert (caught.value.expected, caught.value.got) == (20, 21)
+    found_empty = LogReader(js, empty)
+    assert await found_empty.read() == []
+    await more(empty, 1, 10)
+    for stream, reader, expected, got in ((name, behind, 20, 21), (empty, found_empty, 1, 11)):
+        await js.purge_stream(stream)
+        with pytest.raises(errors.PositionLostError) as caught:
+            await reader.read()
+        assert (caught.value.expected, caught.value.got) == (expected, got)
     assert await numbers(at_the_end) == [], "a reader at the end has lost nothing"
     await more(name, 21, 22)
     assert await numbers(at_the_end) == [21, 22]
     assert await numbers(LogReader(js, name)) == [21, 22], "First() starts at the oldest stored message"
 
 
-@pytest.mark.parametrize("on_lost", ["error", "skip"])
 async def test_a_purge_during_a_read_is_reported(
-    js: JetStreamContext, make_stream: Make, wire: Any, monkeypatch: pytest.MonkeyPatch, on_lost: Any
+    js: JetStreamContext, make_stream: Make, wire: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The purge happens between the reader's request and the answer."""
-    monkeypatch.setattr(fetching, "_GROUP", 10)
-    name = await make_stream(40)
-    reader = LogReader(wire.js, name, start=Seq(1), on_lost=on_lost)
-    seen = [msg.seq for msg in await reader.read()]
-    assert seen == list(range(1, 11))
-    wire.before("DIRECT.GET", 1, lambda: js.purge_stream(name, seq=18))
-    if on_lost == "skip":
-        assert await numbers(reader) == list(range(18, 41))
-        return
-    with pytest.raises(errors.PositionLostError) as caught:
-        await reader.read()
-    assert (caught.value.expected, caught.value.got) == (11, 18)
+    monkeypatch.setattr(reading, "_GROUP", 10)
+    for on_lost in ("error", "skip"):
+        name = await make_stream(40)
+        reader = LogReader(wire.js, name, start=Seq(1), on_lost=on_lost)  # type: ignore[arg-type]
+        assert await seqs(reader.read()) == list(range(1, 11))
+        wire.before("DIRECT.GET", 1, lambda: js.purge_stream(name, seq=18))  # noqa: B023
+        if on_lost == "error":
+            with pytest.raises(errors.PositionLostError) as caught:
+                await reader.read()
+            assert (caught.value.expected, caught.value.got) == (11, 18)
+        else:
+            assert await numbers(reader) == list(range(18, 41))
 
 
 async def test_messages_before_a_gap_are_returned_first(js: JetStreamContext, make_stream: Make, wire: Any) -> None:
@@ -96,19 +101,19 @@ async def test_a_purge_before_the_first_message_was_read_is_no_loss(
     js: JetStreamContext, make_stream: Make, wire: Any
 ) -> None:
     """The oldest message is purged while the reader looks it up, so that the next one is the oldest."""
-    name = await make_stream(20)
+    name = await make_stream(20, first_seq=101)
     reader = LogReader(wire.js, name)
-    wire.before("STREAM.INFO", 1, lambda: js.purge_stream(name, seq=3))
-    wire.before("STREAM.INFO", 2, lambda: js.purge_stream(name, seq=6))
-    assert await reader.open() == 3
-    await js.purge_stream(name, seq=5)
-    assert await numbers(reader) == list(range(5, 21))
+    wire.before("STREAM.INFO", 1, lambda: js.purge_stream(name, seq=103))
+    wire.before("STREAM.INFO", 2, lambda: js.purge_stream(name, seq=106))
+    assert await reader.open() == 103
+    await js.purge_stream(name, seq=105)
+    assert await seqs(reader.read()) == list(range(105, 121))
 
 
 @pytest.fixture
 def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request for direct gets brings a few messages only."""
-    monkeypatch.setattr(fetching, "_REQUEST_BYTES", 400)
+    monkeypatch.setattr(reading, "_REQUEST_BYTES", 400)
 
 
 @pytest.mark.usefixtures("small_requests")
@@ -158,19 +163,6 @@ async def test_a_filtered_reader_reports_what_is_removed_after_its_first_verifie
     assert (caught.value.expected, caught.value.got, reader.position) == (11, 14, 11)
     reader.seek(14)
     assert await seqs(reader.read()) == [14, 15]
-
-
-async def test_a_reader_that_found_the_stream_empty_reports_what_is_removed_afterwards(
-    js: JetStreamContext, make_stream: Make, more: More
-) -> None:
-    name = await make_stream(0)
-    reader = LogReader(js, name)
-    assert await reader.read() == []
-    await more(name, 1, 10)
-    await js.purge_stream(name, seq=6)
-    with pytest.raises(errors.PositionLostError) as caught:
-        await reader.read()
-    assert (caught.value.expected, caught.value.got) == (1, 6)
 
 
 async def test_a_reader_starts_at_the_edge_of_a_stream_whose_oldest_messages_expire_all_the_time(
@@ -241,46 +233,38 @@ async def test_a_recreated_stream_is_detected(js: JetStreamContext, make_stream:
             await reader.read()
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
         await more(name, 1, messages)
-        with pytest.raises(errors.StreamRecreatedError) as caught:
-            await reader.read()
-        assert caught.value.expected == created != caught.value.found
-        assert caught.value.stream == name
-        with pytest.raises(errors.StreamRecreatedError):
-            await reader.read()
+        for _ in range(2):
+            with pytest.raises(errors.StreamRecreatedError) as caught:
+                await reader.read()
+            assert (caught.value.stream, caught.value.expected) == (name, created)
+            assert caught.value.found != created
         reader.seek(First())
         assert await seqs(reader.read()) == list(range(1, messages + 1)), "seek accepts the new stream"
 
 
 async def test_a_stream_is_the_same_after_a_restart_that_changed_its_creation_time() -> None:
     """nats-server 2.12.8 does so after an update of the stream's configuration."""
-    async with NatsServer(version="2.12.8") as server:
-        nc = await nats.connect(server.url, connect_timeout=10, reconnect_time_wait=0.05)
-        try:
-            js = nc.jetstream(timeout=10)
-            await js.add_stream(name="S", subjects=["S"], allow_direct=True)
-            await js.publish("S", b"1")
-            await asyncio.to_thread(server.restart)
-            async with asyncio.timeout(60):
-                while not nc.is_connected:
-                    await asyncio.sleep(0.05)
-            reader = LogReader(js, "S")
-            assert await seqs(reader.read()) == [1]
-            created = reader.created
-            await js.update_stream((await js.stream_info("S")).config.evolve(description="the same stream"))
-            await asyncio.to_thread(server.restart)
-            async with asyncio.timeout(60):
-                while True:
-                    with contextlib.suppress(nats.errors.Error):
-                        await js.publish("S", b"2")
-                        break
-                    await asyncio.sleep(0.05)
-            assert await seqs(reader.read()) == [2]
-            assert reader.created != created, "positions are stored with the new time"
-            offsets = await OffsetStore(js).create()
-            await offsets.commit(reader, name="r")
-            assert await LogReader(js, "S", start=Stored("r")).read() == []
-        finally:
-            await nc.close()
+    async with NatsServer(version="2.12.8") as server, connected(server.url) as nc:
+        js = nc.jetstream(timeout=10)
+        await js.add_stream(name="S", subjects=["S"], allow_direct=True)
+        await js.publish("S", b"1")
+        await asyncio.to_thread(server.restart)
+        reader = LogReader(js, "S")
+        assert await seqs(reader.read()) == [1]
+        created = reader.created
+        await js.update_stream((await js.stream_info("S")).config.evolve(description="the same stream"))
+        await asyncio.to_thread(server.restart)
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(nats.errors.Error):
+                    await js.publish("S", b"2")
+                    break
+                await asyncio.sleep(0.05)
+        assert await seqs(reader.read()) == [2]
+        assert reader.created != created, "positions are stored with the new time"
+        offsets = await OffsetStore(js).create()
+        await offsets.commit(reader, name="r")
+        assert await LogReader(js, "S", start=Stored("r")).read() == []
 
 
 async def test_a_stream_recreated_during_a_read_is_detected(
@@ -301,27 +285,6 @@ async def test_a_stream_recreated_during_a_read_is_detected(
     assert reader.position == 5
 
 
-async def test_a_position_beyond_the_end_raises(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(api, "SETTLE", 0.3)
-    name = await make_stream(20)
-    reader = LogReader(js, name, start=Seq(23))
-    with pytest.raises(errors.PositionLostError, match="ends at sequence 20") as caught:
-        await reader.read()
-    assert (caught.value.expected, caught.value.got) == (23, 21)
-
-
-async def test_first_starts_at_the_configured_first_sequence(
-    js: JetStreamContext, make_stream: Make, more: More
-) -> None:
-    name = await make_stream(first_seq=100)
-    reader = LogReader(js, name)
-    assert await reader.open() == 100
-    await more(name, 1, 3)
-    assert [msg.seq async for msg in reader] == [100, 101, 102]
-
-
 async def test_other_retention_than_limits_is_refused_unless_losses_are_skipped(
     js: JetStreamContext, make_stream: Make, more: More
 ) -> None:
@@ -335,9 +298,9 @@ async def test_other_retention_than_limits_is_refused_unless_losses_are_skipped(
         assert await numbers(LogReader(js, name, on_lost="skip")) == list(range(1, 11))
 
 
-@pytest.mark.parametrize("when", ["between two reads", "during a read"])
+@pytest.mark.parametrize("during", [False, True])
 async def test_retention_that_is_changed_under_a_running_reader_is_an_error(
-    js: JetStreamContext, make_stream: Make, more: More, when: str, wire: Any
+    js: JetStreamContext, make_stream: Make, more: More, wire: Any, during: bool
 ) -> None:
     """What a consumer acknowledged out of order leaves a hole that looks like deleted messages."""
     name = await make_stream(10)
@@ -354,7 +317,7 @@ async def test_retention_that_is_changed_under_a_running_reader_is_an_error(
                 await message.ack_sync()
 
     await more(name, 11, 20)
-    if when == "during a read":
+    if during:
         wire.before("STREAM.INFO", 2, acknowledge)
     else:
         await acknowledge()
@@ -365,51 +328,52 @@ async def test_retention_that_is_changed_under_a_running_reader_is_an_error(
     assert await numbers(skipping) == [n for n in range(11, 21) if n not in (12, 13, 18)]
 
 
-async def test_a_stream_without_direct_get_or_that_does_not_exist_is_refused(
-    js: JetStreamContext, make_stream: Make
+async def test_a_stream_that_cannot_be_read_is_refused(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = await make_stream(allow_direct=False)
+    """It has no direct gets, does not exist, or ends before the position."""
+    monkeypatch.setattr(api, "SETTLE", 0.3)
+    name = await make_stream(20, allow_direct=False)
     with pytest.raises(errors.DirectGetDisabledError, match="allow_direct"):
         await LogReader(js, name, tail=True).read()
     with pytest.raises(nats.js.errors.NotFoundError):
         await LogReader(js, "NOT_THERE", start=Last()).open()
+    with pytest.raises(errors.PositionLostError, match="ends at sequence 20") as caught:
+        await LogReader(js, await make_stream(20), start=Seq(23)).read()
+    assert (caught.value.expected, caught.value.got) == (23, 21)
 
 
 async def test_a_server_before_2_11_is_refused() -> None:
-    async with NatsServer(version="2.10.26") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        try:
-            js = nc.jetstream()
-            await js.add_stream(StreamConfig(name="S", subjects=["s"], allow_direct=True, discard=DiscardPolicy.OLD))
-            with pytest.raises(errors.UnsupportedFeatureError, match=r"2\.11"):
-                await asyncio.wait_for(LogReader(js, "S").read(), 30)
-        finally:
-            await nc.close()
+    async with NatsServer(version="2.10.26") as server, connected(server.url) as nc:
+        js = nc.jetstream()
+        await js.add_stream(StreamConfig(name="S", subjects=["s"], allow_direct=True, discard=DiscardPolicy.OLD))
+        with pytest.raises(errors.UnsupportedFeatureError, match=r"2\.11"):
+            await asyncio.wait_for(LogReader(js, "S").read(), 30)
 
 
-@pytest.mark.parametrize("on_lost", ["error", "skip"])
 async def test_a_loss_that_ends_behind_its_group_is_reported_once_to_its_end(
-    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, caplog: Any, on_lost: Any
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(fetching, "_GROUP", 4)
+    monkeypatch.setattr(reading, "_GROUP", 4)
     name = await make_stream(20)
-    reader = LogReader(js, name, on_lost=on_lost)
-    assert await seqs(reader.read(4)) == [1, 2, 3, 4]
+    reader, skipping = LogReader(js, name), LogReader(js, name, on_lost="skip")
+    for each in (reader, skipping):
+        assert await seqs(each.read(4)) == [1, 2, 3, 4]
     await js.purge_stream(name, seq=15)
-    if on_lost == "error":
-        with pytest.raises(errors.PositionLostError) as caught:
-            await reader.read()
-        assert (caught.value.expected, caught.value.got) == (5, 15)
-        reader.seek(15)
-    assert await seqs(reader.read(1)) == [15]
-    assert caplog.text.count("were removed before they were read") == (on_lost == "skip")
+    with pytest.raises(errors.PositionLostError) as caught:
+        await reader.read()
+    assert (caught.value.expected, caught.value.got) == (5, 15)
+    reader.seek(15)
+    for each in (reader, skipping):
+        assert await seqs(each.read(1)) == [15]
+    assert caplog.text.count("5 to 14 were removed before they were read") == 1
 
 
 async def test_a_loss_after_the_reader_has_skipped_another_one_is_reported(
     js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream that compacts: after the skip, the reader knows which subjects it had."""
-    monkeypatch.setattr(fetching, "_GROUP", 4)
+    monkeypatch.setattr(reading, "_GROUP", 4)
     name = stream_name()
     await js.add_stream(name=name, subjects=[f"{name}.*"], allow_direct=True, max_msgs_per_subject=1)
     for n in range(20):

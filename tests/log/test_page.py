@@ -86,11 +86,11 @@ def test_the_pages_name_every_public_name() -> None:
 
 
 def test_the_figures_of_the_page_are_those_of_the_code() -> None:
-    from jetstream_ext.client import api, bells, doorbell, replaced
+    from jetstream_ext.client import api, doorbell, replaced
     from jetstream_ext.log import commits, liveness, work
 
     assert (replaced._MOST_MESSAGES, replaced._MOST_BYTES, api.SETTLE) == (4096, 4 << 20, 3.0)
-    assert (doorbell._QUIET, doorbell.REST, doorbell._KEPT, bells._INACTIVE) == (0.002, 5.5, 1.0, 5.0)
+    assert (doorbell._QUIET, doorbell.REST, doorbell._KEPT, doorbell._INACTIVE) == (0.002, 5.5, 1.0, 5.0)
     assert (doorbell._MOST_SUBJECTS, doorbell._LONG_QUIET, work._IDLE) == (8, 0.25, 5.0)
     assert (commits._IN_A_ROW, commits._TIMES, commits._LONGEST_PAUSE) == (200, 5, 0.5)
     assert (liveness.TAKEOVER, liveness.SECONDS, liveness.POLL) == (10.0, 10, 0.25)

@@ -1,12 +1,11 @@
 """Readers with ``confirm=False`` trust whichever responder answers and ask no leader."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import nats
 import pytest
-from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -34,28 +33,21 @@ async def seqs(reader: LogReader) -> list[int]:
     return [message.seq async for message in reader]
 
 
-@pytest.mark.parametrize("subject", [None, "1"])
 async def test_it_reads_to_the_end_and_continues_there(
-    js: JetStreamContext,
-    make_stream: Make,
-    more: More,
-    wire: Any,
-    subject: str | None,
+    js: JetStreamContext, make_stream: Make, more: More, wire: Any
 ) -> None:
-    name = await make_stream(5000)
-    await js.delete_msg(name, 4)
-    reader = LogReader(wire.js, name, confirm=False, subject=subject and f"{name}.{subject}")
-
-    def wanted(first: int, last: int) -> list[int]:
-        return [n for n in range(first, last + 1) if n != 4 and (subject is None or n % 3 == 1)]
-
-    assert await reader.open() == 1
-    assert await seqs(reader) == wanted(1, 5000)
-    assert reader.position == wanted(1, 5000)[-1] + 1
-    await more(name, 5001, 5010)
-    assert await seqs(reader) == wanted(5001, 5010)
-    assert reader.created is None
-    assert await reader.lag() == 0
+    for subject in (None, "1"):
+        name = await make_stream(5000)
+        await js.delete_msg(name, 4)
+        reader = LogReader(wire.js, name, confirm=False, subject=subject and f"{name}.{subject}")
+        wanted = [n for n in range(1, 5011) if n != 4 and (subject is None or n % 3 == 1)]
+        assert await reader.open() == 1
+        assert await seqs(reader) == [n for n in wanted if n <= 5000]
+        assert reader.position == max(n for n in wanted if n <= 5000) + 1
+        await more(name, 5001, 5010)
+        assert await seqs(reader) == [n for n in wanted if n > 5000]
+        assert reader.created is None
+        assert await reader.lag() == 0
     assert set(wire.requests) == {"DIRECT.GET"}, "no request is for a leader"
 
 
@@ -86,48 +78,34 @@ async def test_every_start_is_found_by_direct_gets(
     assert set(wire.requests) == {"DIRECT.GET"}, "no request is for a leader"
 
 
-async def test_an_empty_stream_is_read_from_its_next_message(
+async def test_starts_are_found_where_messages_were_removed(
     js: JetStreamContext, make_stream: Make, more: More
 ) -> None:
-    name = await make_stream(5)
+    name = await make_stream(20)
+    for seq in (18, 19, 20):
+        await js.delete_msg(name, seq)
+    for start, position in ((Last(), 17), (New(), 18)):
+        assert await LogReader(js, name, start=start, confirm=False).open() == position
     await js.purge_stream(name)
     starts = (First(), Time(datetime.now(UTC)), Last(), New())
     readers = [LogReader(js, name, start=start, confirm=False) for start in starts]
     assert [await reader.open() for reader in readers] == [1] * 4
-    await more(name, 6, 7)
-    assert [await seqs(reader) for reader in readers] == [[6, 7]] * 4
+    behind = LogReader(js, name, start=Seq(1), confirm=False)
+    await more(name, 21, 22)
+    assert [await seqs(reader) for reader in (*readers, behind)] == [[21, 22]] * 5
 
 
-async def test_starts_are_found_behind_deleted_messages(js: JetStreamContext, make_stream: Make) -> None:
-    name = await make_stream(20)
-    for seq in (18, 19, 20):
-        await js.delete_msg(name, seq)
-    assert await LogReader(js, name, start=Last(), confirm=False).open() == 17
-    assert await LogReader(js, name, start=New(), confirm=False).open() == 21
-
-
-async def test_it_waits_for_messages(js: JetStreamContext, make_stream: Make, more: More) -> None:
+async def test_it_waits_for_messages_and_needs_direct_gets(js: JetStreamContext, make_stream: Make, more: More) -> None:
     name = await make_stream()
     reader = LogReader(js, name, tail=True, confirm=False, poll=0.02)
     assert await reader.read(timeout=0) == []
     await more(name, 1, 1)
     assert (await anext(reader)).seq == 1
-
-
-async def test_removed_messages_are_skipped(js: JetStreamContext, make_stream: Make) -> None:
-    name = await make_stream(20)
-    reader = LogReader(js, name, start=Seq(1), confirm=False)
-    await js.purge_stream(name, seq=11)
-    assert await seqs(reader) == list(range(11, 21))
-
-
-async def test_it_needs_direct_gets(js: JetStreamContext, make_stream: Make) -> None:
-    name = await make_stream(5, allow_direct=False)
     with pytest.raises(errors.DirectGetDisabledError):
-        await LogReader(js, name, confirm=False, tail=True).read()
+        await LogReader(js, await make_stream(5, allow_direct=False), confirm=False, tail=True).read()
 
 
-async def test_positions_are_stored_without_the_time_of_creation(
+async def test_positions_are_stored_without_the_time_of_creation_unless_it_is_known(
     js: JetStreamContext, make_stream: Make, make_store: MakeStore
 ) -> None:
     name, offsets = await make_stream(10), await make_store()
@@ -135,15 +113,9 @@ async def test_positions_are_stored_without_the_time_of_creation(
     await reader.read(4)
     stored = await offsets.commit(reader)
     assert (stored.seq, stored.created) == (5, "")
-    again = LogReader(js, name, start=Stored("r"), offsets=offsets, confirm=False)
-    assert await seqs(again) == list(range(5, 11))
+    assert await seqs(LogReader(js, name, start=Stored("r"), offsets=offsets, confirm=False)) == list(range(5, 11))
     with pytest.raises(ValueError, match="belongs to stream"):
         await LogReader(js, "OTHER", start=Stored("r"), offsets=offsets, confirm=False).open()
-
-
-async def test_a_known_time_of_creation_is_kept(js: JetStreamContext, make_stream: Make, make_store: MakeStore) -> None:
-    name, offsets = await make_stream(10), await make_store()
-    reader = LogReader(js, name, confirm=False, offsets=offsets)
     reader.seek(StoredOffset("r", name, "2026-01-01T00:00:00Z", 3))
     assert await reader.open() == 3
     assert (await offsets.commit(reader, name="r")).created == "2026-01-01T00:00:00Z"
@@ -168,9 +140,8 @@ async def test_a_worker_may_trust_its_responder(js: JetStreamContext, make_strea
     assert (await js.stream_info(target, subjects_filter=f"{target}.out")).state.subjects == {f"{target}.out": 13}
 
 
-@pytest.fixture
-async def away() -> AsyncIterator[tuple[ReferenceServer, Client]]:
-    """A stream of three messages whose leader does not answer."""
+async def test_no_start_needs_the_leader() -> None:
+    """It does not answer; the stream has three messages."""
     async with ReferenceServer() as server:
         nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream(timeout=30)
@@ -179,12 +150,7 @@ async def away() -> AsyncIterator[tuple[ReferenceServer, Client]]:
             await js.publish("s.a", b"%d" % n)
         for request in ("$JS.API.STREAM.INFO.S", "$JS.API.STREAM.MSG.GET.S"):
             server.faults.add(Unavailable(request, times=None))
-        yield server, nc
+        for start, first in ((First(), 1), (Time(datetime(2000, 1, 1, tzinfo=UTC)), 1), (Last(), 3), (New(), 4)):
+            reader = LogReader(js, "S", start=start, confirm=False, patience=0.5)
+            assert await seqs(reader) == list(range(first, 4)), start
         await nc.close()
-
-
-async def test_no_start_needs_the_leader(away: tuple[ReferenceServer, Client]) -> None:
-    js = away[1].jetstream(timeout=30)
-    for start, first in ((First(), 1), (Time(datetime(2000, 1, 1, tzinfo=UTC)), 1), (Last(), 3), (New(), 4)):
-        reader = LogReader(js, "S", start=start, confirm=False, patience=0.5)
-        assert await seqs(reader) == list(range(first, 4)), start

@@ -28,14 +28,11 @@ def line(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
 
 @pytest.fixture
 async def js(line: NatsServer) -> AsyncIterator[JetStreamContext]:
-    nc = await nats.connect(line.url, connect_timeout=10)
-    js = nc.jetstream(timeout=30)
-    try:
+    async with await nats.connect(line.url, connect_timeout=10) as nc:
+        js = nc.jetstream(timeout=30)
         yield js
-    finally:
         for stream in await js.streams_info():
             await js.delete_stream(stream.config.name)
-        await nc.close()
 
 
 async def fill(js: JetStreamContext, first: int, last: int, prefix: str = "s") -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from jetstream_ext import StoredMsg
 from jetstream_ext.errors import BadHeaderError, FencedError, MaxPayloadError, MessageTooLargeError
-from jetstream_ext.protocol.dead_letters import CUT, ERROR, is_too_large, letter_versions, origin
+from jetstream_ext.protocol.dead_letters import CUT, ERROR, dead_letter_of, is_too_large, letter_versions
 
 
 def message(data: bytes, headers: dict[str, str]) -> StoredMsg:
@@ -19,7 +19,7 @@ def versions(data: bytes, headers: dict[str, str], error: str) -> Iterator[tuple
     for payload, pairs in letter_versions(message(data, headers), attempts=3, error=error, worker="w"):
         assert data.startswith(payload)
         yield len(payload), "Kept" in pairs, pairs.get(CUT, ""), len(pairs[ERROR].encode())
-        found = origin(message(payload, dict(pairs)))
+        found = dead_letter_of(message(payload, dict(pairs)))
         assert found is not None
         assert (found.stream, found.subject, found.seq, found.attempts, found.worker) == ("S", "s.a", 7, 3, "w")
         assert (found.cut, found.complete) == (tuple(pairs[CUT].split(", ")) if CUT in pairs else (), CUT not in pairs)
@@ -52,7 +52,7 @@ def test_a_letter_has_smaller_versions() -> None:
 
 def test_a_letter_of_a_cut_letter_is_complete() -> None:
     [(_, first), *_] = letter_versions(message(b"", {CUT: "data"}), attempts=1, error="no", worker="w")
-    found = origin(message(b"", dict(first)))
+    found = dead_letter_of(message(b"", dict(first)))
     assert found is not None
     assert (found.cut, found.complete, found.headers) == ((), True, ((CUT, "data"),))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 import pytest
@@ -40,18 +40,17 @@ class Stream:
         self.last_seq += removed + 1
         self.messages.append(message(self.last_seq, partition, size))
 
-    def read(
-        self, start: int, max_messages: int, only: Collection[int] | None = None
-    ) -> tuple[list[StoredMsg], int, int]:
-        """Return messages and the sequences at which the read began and ended."""
-        at = bisect_left(self.messages, start, key=attrgetter("seq"))
-        found = self.messages[at : at + max_messages] if only is None else self._filtered(at, max_messages, only)
+    def read(self, read: Read) -> tuple[list[StoredMsg], Read, int]:
+        """Return messages, what was read, and the sequence at which the read ended."""
+        at = bisect_left(self.messages, read.start, key=attrgetter("seq"))
+        found = self.messages[at:] if read.partition is None else self._of(at, read.partition)
+        found = found[: read.max_messages]
         self.count += len(found)
-        end = found[-1].seq + 1 if len(found) == max_messages else max(start, self.last_seq + 1)
-        return found, start, end
+        end = found[-1].seq + 1 if len(found) == read.max_messages else max(read.start, self.last_seq + 1)
+        return found, read, end
 
-    def _filtered(self, at: int, max_messages: int, only: Collection[int]) -> list[StoredMsg]:
-        return [it for it in self.messages[at:] if int(it.raw_subject) in only][:max_messages]
+    def _of(self, at: int, partition: int) -> list[StoredMsg]:
+        return [it for it in self.messages[at:] if int(it.raw_subject) == partition]
 
     def of(self, partition: int, start: int, end: int) -> list[int]:
         return [it.seq for it in self.messages if int(it.raw_subject) == partition and start <= it.seq < end]
@@ -64,7 +63,15 @@ def seqs(messages: Iterable[StoredMsg]) -> list[int]:
 def feed_next(dispatcher: Dispatcher, stream: Stream) -> set[int]:
     read = dispatcher.next_read()
     assert read is not None
-    return dispatcher.feed(*stream.read(read.start, read.max_messages))
+    return dispatcher.feed(*stream.read(read))
+
+
+def taken_from(dispatcher: Dispatcher) -> list[tuple[int, int]]:
+    """Take all messages; return the partition and sequence of each."""
+    taken = []
+    while found := dispatcher.take_any():
+        taken += [(found[0], it.seq) for it in found[1]]
+    return taken
 
 
 def stream_of(count: int, partitions: int) -> Stream:
@@ -83,26 +90,17 @@ class TestFeed:
         dispatcher.add(0, 1)
         given = []
         while read := dispatcher.next_read():
-            if not dispatcher.feed(*stream.read(read.start, read.max_messages)):
+            if not dispatcher.feed(*stream.read(read)):
                 break
             given.append(seqs(dispatcher.take(0, 9)))
         assert given == [[1, 2], [3], [4, 5]]
-
-    def test_messages_of_another_range_are_refused(self) -> None:
-        dispatcher = Dispatcher(partitions_of)
-        dispatcher.add(0, 1)
-        for begin, end in ((1, 5), (6, 9), (5, 4)):
-            with pytest.raises(ValueError, match="the messages were not read from the sequences"):
-                dispatcher.feed([message(5, 0)], begin, end)
-        assert dispatcher.take_any() is None
-        assert dispatcher.position(0) == 1
 
     def test_a_message_without_a_partition_changes_nothing(self) -> None:
         dispatcher = Dispatcher(Partitioner(1, (1,)).of)
         dispatcher.add(0, 1)
         bad = [StoredMsg(stream="S", subject=subject, seq=seq) for seq, subject in enumerate(("a.b", "a"), 1)]
         with pytest.raises(BadSubjectError, match="sequence 2"):
-            dispatcher.feed(bad, 1, 3)
+            dispatcher.feed(bad, Read(1, 9, may_wait=True), 3)
         read = dispatcher.next_read()
         assert read is not None
         assert (dispatcher.take_any(), dispatcher.position(0), read.start) == (None, 1, 1)
@@ -113,16 +111,9 @@ class TestTake:
         dispatcher = Dispatcher(partitions_of)
         for partition in range(3):
             dispatcher.add(partition, 1)
-        dispatcher.feed([message(seq, partition) for seq, partition in enumerate((0, 0, 0, 0, 1, 2, 2), 1)], 1, 8)
-        taken = []
-        while found := dispatcher.take_any():
-            taken.append((found[0], found[1].seq))
-        assert taken == [(0, 1), (1, 5), (2, 6), (0, 2), (2, 7), (0, 3), (0, 4)]
-
-    @walk("limits", [{"buffer": 0}, {"buffer_bytes": 0}])
-    def test_limits_below_one_are_refused(self, limits: dict[str, int]) -> None:
-        with pytest.raises(ValueError, match="must be at least 1"):
-            Dispatcher(partitions_of, **limits)
+        messages = [message(seq, partition) for seq, partition in enumerate((0, 0, 0, 0, 1, 2, 2), 1)]
+        dispatcher.feed(messages, Read(1, 9, may_wait=True), 8)
+        assert taken_from(dispatcher) == [(0, 1), (1, 5), (2, 6), (0, 2), (2, 7), (0, 3), (0, 4)]
 
 
 class TestReads:
@@ -131,13 +122,35 @@ class TestReads:
         dispatcher.add(0, 1)
         dispatcher.add(1, 1_000_000)
         assert dispatcher.next_read() == Read(1, 512, may_wait=True)
-        dispatcher.feed([], 1_000_000, 1_000_000)
+        dispatcher.feed([], Read(1_000_000, 512, may_wait=False), 1_000_000)
         assert dispatcher.next_read() == Read(1, 512, may_wait=True)
-        dispatcher.feed([message(1, 9)], 1, 2)
+        dispatcher.feed([message(1, 9)], Read(1, 512, may_wait=True), 2)
         while (read := dispatcher.next_read()) is not None and read.start < 1_000_000:
             assert read.may_wait
-            dispatcher.feed([message(read.start, 9)], read.start, read.start + 1)
+            dispatcher.feed([message(read.start, 9)], read, read.start + 1)
         assert read == Read(1_000_000, 512, may_wait=False)
+
+    def test_a_partition_that_is_alone_and_the_others_have_turns(self) -> None:
+        dispatcher = Dispatcher(partitions_of, partitions=3)
+        dispatcher.add(0, 100)
+        apart = Read(100, 512, may_wait=False, partition=0)
+        assert dispatcher.next_read() == apart
+        dispatcher.feed([], apart, 100, at_end=True)
+        assert dispatcher.next_read() == Read(100, 512, may_wait=True), "it has joined the others"
+        dispatcher.add(1, 1)
+        common, alone = Read(100, 512, may_wait=False), Read(1, 512, may_wait=False, partition=1)
+        assert dispatcher.next_read() == common
+        dispatcher.feed([], common, 100, at_end=True)
+        assert dispatcher.next_read() == alone
+        dispatcher.feed([message(1, 1)], alone, 2)
+        assert dispatcher.next_read() == common
+        dispatcher.feed([message(seq, seq % 3) for seq in range(100, 612)], common, 612)
+        assert dispatcher.next_read() == alone._replace(start=2)
+        dispatcher.feed([], alone._replace(start=2), 612, at_end=True)
+        apart = apart._replace(start=612)
+        assert dispatcher.next_read() == apart, "a part of what the others have is another member's"
+        dispatcher.feed([], apart, 612, at_end=True)
+        assert dispatcher.next_read() == Read(612, 512, may_wait=True)
 
     def test_one_far_behind_and_those_at_the_end_have_turns(self) -> None:
         stream, dispatcher = stream_of(200_000, 4), Dispatcher(partitions_of, buffer=500)
@@ -155,7 +168,7 @@ class TestReads:
             waits["reads"] += 1
             most = max(most, waits["messages"])
             assert waits["reads"] <= TURN_READS + 1
-            dispatcher.feed(*stream.read(read.start, read.max_messages))
+            dispatcher.feed(*stream.read(read))
             while dispatcher.take_any():
                 pass
             if dispatcher.position(0) > 100_000:
@@ -192,7 +205,7 @@ def run_pipeline(
         dispatcher.add(partition, 1)
     while any(dispatcher.position(partition) <= count for partition in range(partitions)):
         if (read := dispatcher.next_read()) is not None:
-            dispatcher.feed(*stream.read(read.start, read.max_messages))
+            dispatcher.feed(*stream.read(read))
         for partition in range(partitions):
             due[partition] += rate(partition) * rng.random() * 2
             found = len(dispatcher.take(partition, int(due[partition])))
@@ -216,7 +229,7 @@ class TestCost:
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(
-            ("store", "store", "read", "read", "read", "take", "take", "take_any", "add", "remove", "part", "under way")
+            ("store", "store", "read", "read", "read", "take", "take", "take_any", "add", "remove", "late")
         ),
         st.integers(0, 3),
         st.integers(0, 40),
@@ -227,28 +240,30 @@ STEPS = st.lists(
 
 
 @settings(max_examples=150)
-@given(STEPS, st.integers(1, 12), st.integers(1, 400), st.integers(1, 30), st.booleans())
+@given(STEPS, st.integers(1, 12), st.integers(1, 400), st.integers(1, 30), st.sampled_from([None, 4, 5]))
 def test_each_partition_takes_its_messages_in_order_once(
-    steps: list[tuple[str, int, int]], buffer: int, buffer_bytes: int, chunk: int, filtered: bool
+    steps: list[tuple[str, int, int]], buffer: int, buffer_bytes: int, chunk: int, partitions: int | None
 ) -> None:
-    woken = list[bool]()
+    woken = list[None]()
     stream = Stream()
     dispatcher = Dispatcher(
-        partitions_of, buffer=buffer, buffer_bytes=buffer_bytes, filtered=filtered, wake=woken.append
+        partitions_of,
+        buffer=buffer,
+        buffer_bytes=buffer_bytes,
+        partitions=partitions,
+        wake=lambda: woken.append(None),
     )
     stream.store(0)
     begun: dict[int, int] = dict.fromkeys(range(4), 1)
     taken: dict[int, list[int]] = {number: [] for number in begun}
     for number in begun:
         dispatcher.add(number, 1)
-    # Reads that end after other steps: for all, and for one that was alone.
-    under_way: list[tuple[tuple[list[StoredMsg], int, int], int | None]] = []
+    late = list[tuple[list[StoredMsg], Read, int]]()  # reads that end after other steps
 
     def owned() -> list[int]:
         return [number for number in range(4) if number in dispatcher]
 
     def check() -> None:
-        assert dispatcher.owned == len(owned())
         for number in owned():
             position, state = dispatcher.position(number), dispatcher._owned[number]
             assert taken[number] == stream.of(number, begun[number], position)
@@ -256,37 +271,25 @@ def test_each_partition_takes_its_messages_in_order_once(
             assert state.size == sum(size_of(it) for it in state.queue)
             assert len(state.queue) <= buffer
             assert not state.queue or state.size - size_of(state.queue[-1]) < buffer_bytes
-            assert filtered or not state.alone
-            alone = state.alone and not state.is_full and len(state.queue) <= buffer // 4
-            assert (dispatcher.next_read_of(number) is not None) == alone
-        together = [it for number in owned() if not (it := dispatcher._owned[number]).alone]
-        one_is_full = any(it.is_full for it in together)
-        waiting = [it.next for it in together if not it.is_full and not (one_is_full and len(it.queue) > buffer // 4)]
-        read = dispatcher.next_read()
-        assert (read is not None and read.start in waiting) if waiting else read is None
+        if (read := dispatcher.next_read()) is None:
+            assert all(it.is_full or len(it.queue) > buffer // 4 for it in dispatcher._owned.values())
+        else:
+            assert read.start in {it.next for it in dispatcher._owned.values() if not it.is_full}
 
-    def feed(read: tuple[list[StoredMsg], int, int], alone: int | None = None) -> None:
+    def feed(found: tuple[list[StoredMsg], Read, int]) -> None:
         before = {number: len(dispatcher._owned[number].queue) for number in owned()}
-        given = dispatcher.feed(*read, alone=alone)
+        given = dispatcher.feed(*found, at_end=found[2] > stream.last_seq)
         assert given == {number for number in owned() if len(dispatcher._owned[number].queue) != before[number]}
 
-    def read_all() -> bool:
-        """Read once for each partition that is alone, and for the others; return whether there was anything to read."""
-        idle = True
-        for number in dispatcher.alone:
-            if (read := dispatcher.next_read_of(number)) is not None:
-                idle = False
-                found = stream.read(read.start, min(chunk, read.max_messages), {number})
-                feed(found, number)
-                if found[2] > stream.last_seq:
-                    dispatcher.join(number)
-        if (read := dispatcher.next_read()) is not None:
-            idle = idle and read.start > stream.last_seq
-            feed(stream.read(read.start, min(chunk, read.max_messages)))
-        return not idle
+    def read_next() -> bool:
+        """Read; return whether there was anything to read."""
+        read = dispatcher.next_read()
+        if read is not None:
+            feed(stream.read(read._replace(max_messages=min(chunk, read.max_messages))))
+        return read is not None and not read.may_wait
 
     for step, number, amount in steps:
-        waits = dispatcher.next_read() is None, [each for each in dispatcher.alone if not dispatcher.next_read_of(each)]
+        waits = dispatcher.next_read() is None
         woken.clear()
         if step == "store":
             stream.store(number, size=amount * 3, removed=amount % 3)
@@ -295,31 +298,29 @@ def test_each_partition_takes_its_messages_in_order_once(
             dispatcher.add(number, 1 + amount)
         elif step == "remove":
             dispatcher.remove(number)
-        elif step == "part":
-            dispatcher.part()
-        elif step == "under way":
-            for read in under_way:
-                feed(*read)
-            under_way = [(stream.read(1 + amount, chunk), None), (stream.read(1 + amount, chunk, {number}), number)]
+        elif step == "late":
+            for found in late:
+                feed(found)
+            late = [stream.read(Read(1 + amount, chunk, may_wait=False, partition=it)) for it in (None, number)]
         elif step == "read":
-            read_all()
+            read_next()
         elif step == "take":
-            found = seqs(dispatcher.take(number, amount // 5))
-            assert len(found) <= amount // 5
-            taken[number] = taken.get(number, []) + found
-        elif step == "take_any" and (one := dispatcher.take_any()) is not None:
-            taken[one[0]].append(one[1].seq)
+            rows = seqs(dispatcher.take(number, amount // 5))
+            assert len(rows) <= amount // 5
+            taken[number] = taken.get(number, []) + rows
+        elif step == "take_any" and (one := dispatcher.take_any(1 + amount)) is not None:
+            taken[one[0]] += seqs(one[1])
         check()
-        if step != "read":
-            assert not waits[0] or False in woken or dispatcher.next_read() is None, "a reader that waits is woken"
-            assert True in woken or not any(map(dispatcher.next_read_of, waits[1])), "also of one that is alone"
+        assert not waits or woken or step in ("read", "late") or dispatcher.next_read() is None, (
+            "a reader that waits is woken"
+        )
 
     for _ in range(10_000):  # and nothing is left in the end
         if all(dispatcher.position(each) > stream.last_seq for each in owned()):
             break
-        if not read_all():
-            while (one := dispatcher.take_any()) is not None:
-                taken[one[0]].append(one[1].seq)
+        if not read_next():
+            for number, seq in taken_from(dispatcher):
+                taken[number].append(seq)
         check()
     else:
         pytest.fail("the reads make no progress")

@@ -65,8 +65,7 @@ def in_phase(phase: Phase) -> Membership:
         machine.see({"me", OTHER}, (), {}, 30)
         assert due(machine, 1.0, Do.REVOKE) == (0,)
         if phase is RELEASING:
-            machine.handed_over(0)
-            assert due(machine, 1.0, Do.RELEASE) == (0,)
+            assert machine.handed_over(0)
     return machine
 
 
@@ -175,8 +174,8 @@ class TestHandingOver:
         theirs = tuple(assign({"me", "other"}, 2)["other"])
         assert due(machine, 1.0, Do.REVOKE) == theirs
         assert machine.due(1.0) == []
-        machine.handed_over(theirs[0])
-        assert due(machine, 1.0, Do.RELEASE) == theirs
+        assert machine.handed_over(theirs[0])
+        assert machine.due(1.0) == []
         machine.released(theirs[0], 31)
         assert machine.due(1.0) == []
         assert machine.owned == tuple(assign({"me", "other"}, 2)["me"])
@@ -186,16 +185,23 @@ class TestHandingOver:
         machine.see({"me", OTHER}, (), {0: Owner("me", 21)}, 30)
         assert due(machine, 1.0, Do.REVOKE) == (0,)
         machine.see({"me"}, (), {0: Owner("me", 21)}, 31)
-        machine.handed_over(0)
+        assert machine.handed_over(0)
+        machine.released(0, 32)
         assert due(machine, 1.0, Do.CLAIM) == (0,)
+
+    def test_a_partition_that_was_lost_meanwhile_is_not_released(self) -> None:
+        machine = owning(1)
+        machine.leave()
+        assert due(machine, 1.0, Do.REVOKE) == (0,)
+        assert due(machine, TTL, Do.LOSE) == (0,)
+        assert not machine.handed_over(0)
 
     def test_a_member_whose_release_is_tried_again_is_not_idle(self) -> None:
         machine = owning(1)
         machine.leave()
         assert due(machine, 1.0, Do.REVOKE) == (0,)
-        machine.handed_over(0)
+        assert machine.handed_over(0)
         assert not machine.working
-        assert due(machine, 1.0, Do.RELEASE) == (0,)
         machine.failed(0, 1.0)
         assert machine.due(1.0) == []
         assert not machine.idle
@@ -225,6 +231,20 @@ class TestLosing:
         machine = owning()
         machine.see({"me"}, (), {0: Owner("x", 20), 1: Owner("x", 30)}, 31)
         assert machine.due(1.0)[0] == (Do.LOSE, (1,)), "the record of 0 is older than this member's"
+
+    def test_a_record_that_was_deleted_has_no_owner(self) -> None:
+        machine = member(1)
+        machine.see({"me", OTHER}, {OTHER}, {0: Owner(OTHER, 20)}, 20)
+        assert machine.due(0.5) == [], "its owner still has it"
+        machine.see({"me", OTHER}, {OTHER}, {}, 21)
+        assert due(machine, 1.0, Do.CLAIM) == (0,)
+
+    def test_an_outage_lasts_until_the_servers_have_answered_for_a_while(self) -> None:
+        machine = member()
+        machine.renewed(3.0, 3.1)
+        assert [machine.answered_since(then) for then in (-1.0, 0.0, 3.0, 4.0)] == [False, True, True, False]
+        machine.renewed(8.0, 8.1)
+        assert [machine.answered_since(then) for then in (3.0, 7.9, 8.0)] == [False, False, True]
 
     def test_a_fenced_commit_gives_the_partition_up(self) -> None:
         machine = owning()

@@ -246,7 +246,6 @@ class Actor:
         self.offset = offset
         self.machine = Membership(name, world.partitions, ttl=TTL, margin=MARGIN)
         self.held: dict[int, Held] = {}
-        self.final: dict[int, int] = {}  # where to release partitions
         self.view: View | None = None
         self.state = "runs"  # or "leaves", "gone"
         self.leaving = False
@@ -398,7 +397,7 @@ class Actor:
                         self.in_time(self.held[number])
                 case Do.RELEASE:
                     for number in numbers:
-                        self.spawn(self.release(number))
+                        self.spawn(self.release(number, 0, "left over"))
                 case Do.LOSE:
                     for number in numbers:
                         self.lose(number)
@@ -437,15 +436,12 @@ class Actor:
             if not self.machine.may_claim(number, owner):
                 raise MovedError
             position = 1 if record is None else record.position
-            if record is not None and record.owner == self.id:
-                position = max(position, self.final.get(number, 0))
             revision = await writer.store(self.id, position, "claim")
         except (LostError, MovedError):
             self.machine.failed(number, self.local)
             self.step()
             return
         if self.machine.claimed(number, revision, self.local):
-            self.final.pop(number, None)
             held = self.held[number] = Held(number, writer, position, position)
             claimed.append(held)
 
@@ -470,10 +466,8 @@ class Actor:
             task.cancel()
             if self.held.get(held.number) is held:
                 self.world.say(f"{self.id} gives up {held.number}")
-                self.final[held.number] = held.committed
                 self.lose(held.number)
-                self.machine.handed_over(held.number)
-                self.step()
+                self.let_go(held, held.committed)
 
         self.world.after(REVOKE_TIMEOUT / self.rate, lambda: self.when_awake(give_up))
 
@@ -487,13 +481,16 @@ class Actor:
                 await self.callback()
             if self.held.get(held.number) is held:
                 held.handed_over = True
-                if not self.world.once:
-                    self.final[held.number] = held.handled
                 self.drop(held)
-                self.machine.handed_over(held.number)
+                self.let_go(held, 0 if self.world.once else held.handled)
         self.step()
 
-    async def release(self, number: int) -> None:
+    def let_go(self, held: Held, position: int) -> None:
+        if self.machine.handed_over(held.number):
+            self.spawn(self.release(held.number, position, "release"))
+        self.step()
+
+    async def release(self, number: int, position: int, what: str) -> None:
         writer = Writer(self, number)
         try:
             record = await writer.read()
@@ -501,11 +498,10 @@ class Actor:
                 self.machine.released(number, 0 if record is None else record.revision)
                 self.step()
                 return
-            revision = await writer.store("", max(record.position, self.final.get(number, 0)), "release")
+            revision = await writer.store("", max(record.position, position), what)
         except (LostError, MovedError):
             self.machine.failed(number, self.local)
         else:
-            self.final.pop(number, None)
             self.machine.released(number, revision)
         self.step()
 
@@ -522,7 +518,6 @@ class Actor:
         if self.held.get(held.number) is held:
             self.world.say(f"{self.id} is fenced on {held.number}")
             self.machine.fenced(held.number, self.local)
-            self.final[held.number] = held.committed
             self.lose(held.number)
             self.step()
 
