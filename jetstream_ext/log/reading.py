@@ -192,8 +192,11 @@ class VerifiedLog(TrustedLog):
     replaced them (`protocol.loss`); those that are missing behind a message that is stored were deleted, which is no loss.
     """
 
+    created: str | None
+    readable: bool
+    state: StreamState | None
     _look: Look | None = None  # which has shown the state
-    _is_another = False
+    _is_another: bool = False
 
     def restart(self, position: int | None) -> None:
         state, self.state = self.state, None
