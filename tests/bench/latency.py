@@ -67,7 +67,9 @@ async def worker(js: Any, stream: str) -> Times:
     heard = await js._nc.subscribe("out.x")
     source = log.LogReader(js, stream, start=log.New(), tail=True)
     working = asyncio.create_task(
-        log.exactly_once(source, "OUT", lambda message: ("out.x", message.data), name="bench", prefix="at")
+        log.exactly_once(
+            source, "OUT", lambda message: ("out.x", message.data), name=f"bench-{time.monotonic_ns()}", prefix="at"
+        )
     )
     try:
         async for message in heard.messages:
