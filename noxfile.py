@@ -76,6 +76,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
         ["-m", "pytest", "-s", "tests/faults/test_atomic_leader.py"],
         {"JETSTREAM_EXT_ATOMIC_BATCHES": "200"},
     ),
+    "state_faults": (["-m", "pytest", "-n", "0", "-s", "tests/faults/test_state.py"], {}),
     "spark_faults": (
         [
             "-m",
@@ -110,8 +111,8 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
 def full(session: nox.Session) -> None:
     """Run the long campaigns, or the one named after `--`, whose further arguments go to it.
 
-    The campaigns: longer (tests that CI runs shortened), faults, group_faults, atomic_faults and spark_faults (kill, pause and restart
-    real servers under load), spark_histories (2,000 random histories of streaming queries and their streams, and 2,000 of change feeds of buckets beside writers), differential (10,000 random sequences of commands to the reference server and to real ones),
+    The campaigns: longer (tests that CI runs shortened), faults, group_faults, atomic_faults, state_faults and spark_faults
+    (kill, pause and restart real servers, and processes, under load), spark_histories (2,000 random histories of streaming queries and their streams, and 2,000 of change feeds of buckets beside writers), differential (10,000 random sequences of commands to the reference server and to real ones),
     history (100,000 random operations on buckets and logs, with every read compared with the acknowledged history),
     simulation (200,000 schedules of the fast batch in virtual time), call_simulation (102,000 schedules of ingest, atomic
     batches and exactly-once workers in virtual time), group_simulation (100,000 schedules of the members of a group), waits (every call, fault, payload and state of the connection),

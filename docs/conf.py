@@ -47,7 +47,7 @@ nitpick_ignore_regex = [
     ),
     (
         r"py:class",
-        r"jetstream_ext\..*\.(Entry|Plan|Block|PositionedReader|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|StreamOptions|BucketOptions|ScanOptions|_Builder|_Never|_Config|Bucket|GroupMembership|_Result|_AnyEntry|Live|Change|T|_C|_E)",
+        r"jetstream_ext\..*\.(Entry|Plan|Block|PositionedReader|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|StreamOptions|BucketOptions|ScanOptions|_Builder|_Never|_Config|Bucket|GroupMembership|Job|_Result|_AnyEntry|Live|Change|T|_C|_E)",
     ),
     (r"py:class", r"(pa\.)?(Schema|Table|RecordBatch)"),
     (r"py:class", r"jetstream_ext\.testing\.reference\.(router\.Message|wire\..*)"),

@@ -43,6 +43,7 @@ SAYS = {
     "14_feature_flags": ["the old basket\nchanged: shop.new-basket\nthe flag is on\nthe new basket\n"],
     "15_group": ["500 bills: killed a member", "2500 bills: killed a member", "billed once and in order: True"],
     "16_outbox": ["150 booked, 0 seats left, 150 bills\neach booking has one bill: True"],
+    "17_state": ["500 votes counted: killed the worker", "counts: True\neach count stored once: True"],
 }
 
 

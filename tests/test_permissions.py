@@ -159,6 +159,17 @@ async def work(js: JetStreamContext) -> None:
     assert done.inputs == 1
 
 
+async def work_with_a_state(js: JetStreamContext) -> None:
+    """The second worker reads the state of the first one."""
+
+    def count(_: jsx.StoredMsg, state: log.State) -> None:
+        state["a"] = state.get("a", b"") + b"1"
+
+    name, options = uuid.uuid4().hex, {"prefix": "t.at", "state": "t.state", "patience": js._timeout}
+    for _ in range(2):
+        await log.exactly_once(reader(js), "T", count, name=name, **options)
+
+
 async def work_with_letters(js: JetStreamContext) -> None:
     def fail(_: jsx.StoredMsg) -> None:
         raise ZeroDivisionError
@@ -272,6 +283,7 @@ CALLS: dict[str, Call] = {
     "log.Table": stream_table,
     "log.OffsetStore": offsets,
     "log.exactly_once": work,
+    "log.exactly_once(state=)": work_with_a_state,
     "log.exactly_once(dead_letter=)": work_with_letters,
     "log.dead_letters": list_letters,
     "log.drop": drop,
@@ -286,6 +298,7 @@ WORKS_WITHOUT = {"features"}  # it falls back to the connected server's INFO
 SAME_AND = {
     "reset_consumer(time=)": "reset_consumer",
     "log.exactly_once": "log.LogReader",
+    "log.exactly_once(state=)": "log.exactly_once",
     "log.exactly_once(dead_letter=)": "log.exactly_once",
     "log.dead_letters": "log.LogReader",
     "log.drop": "log.dead_letters",
@@ -300,7 +313,8 @@ def needed(row: str) -> list[str]:
 
 
 NEEDS = {row: needed(row) for row in CALLS}
-for _row in ("log.exactly_once", "log.exactly_once(dead_letter=)", "log.exactly_once_group", "log.redrive"):
+_WORKERS = ("log.exactly_once", "log.exactly_once(state=)", "log.exactly_once(dead_letter=)", "log.exactly_once_group")
+for _row in (*_WORKERS, "log.redrive"):
     NEEDS[_row] += ["t.>"]
 # A bucket that is there is not made, and a reader that reads nothing only looks at its stream.
 NEEDS["log.OffsetStore"] += ["$JS.API.STREAM.INFO.S"]

@@ -64,6 +64,28 @@ async def areas(js: JetStreamContext, kv: KeyValue) -> jsx.kv.KeyValueSnapshot:
     return await jsx.kv.snapshot(kv)
 
 
+async def workers(js: JetStreamContext, reader: jsx.log.LogReader) -> None:
+    def count(msg: jsx.StoredMsg, state: jsx.log.State) -> tuple[str, bytes]:
+        state[msg.subject] = b"%d" % (int(state.get(msg.subject, b"0")) + 1)
+        state["sum"] = 1  # Incompatible types in assignment (expression has type "int", target has type "bytes")
+        state.put(msg.subject, b"", ttl=timedelta(minutes=1))
+        return "counts", state.pop("sum", b"0")
+
+    async def count_lists(msgs: list[jsx.StoredMsg], state: jsx.log.State) -> None:
+        state.update({msg.subject: msg.data for msg in msgs})
+
+    def three(msg: jsx.StoredMsg, state: jsx.log.State, more: int) -> None: ...
+
+    await jsx.log.exactly_once(reader, "T", count, name="w", prefix="at", state="state")
+    await jsx.log.exactly_once(reader, "T", count_lists, name="w", prefix="at", state="state", grouped=True)
+    await jsx.log.exactly_once(
+        reader, "T", lambda msg, state: [("t", msg.data + state["a"])], name="w", prefix="at", state="state"
+    )
+    await jsx.log.exactly_once(reader, "T", lambda msg: ("t", msg.data), name="w", prefix="at")
+    await jsx.log.exactly_once(reader, "T", three, name="w", prefix="at", state="state")  # has incompatible type "Callable[[StoredMsg, State, int], None]"
+    await jsx.log.exactly_once(reader, "T", count, name="w", prefix="at", state=b"state")  # incompatible type "bytes"; expected "str | None"
+
+
 async def acks(js: JetStreamContext) -> tuple[int, int | None]:
     async with jsx.AtomicBatch(js) as batch:
         await batch.add("s.a", b"1")
@@ -107,7 +129,7 @@ def test_a_type_checker_finds_misspelt_options_and_wrong_values(said: dict[str, 
     wanted = {n: line.partition("  # ")[2] for n, line in enumerate(PROGRAM.splitlines(), 1) if "  # " in line}
     assert said["program"].keys() == wanted.keys(), said["program"]
     assert [text for line, text in said["program"].items() if wanted[line] not in text] == []
-    assert len(wanted) == 12
+    assert len(wanted) == 15
 
 
 def test_the_programs_of_the_readme_and_of_the_pages_are_typed(said: dict[str, dict[int, str]]) -> None:

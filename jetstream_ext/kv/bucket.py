@@ -34,7 +34,6 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.numbers import json_number
 from jetstream_ext.protocol.options import reads_subject
 from jetstream_ext.protocol.subjects import anything, covers, is_literal
-from jetstream_ext.ttl import marker_reason
 
 LOOKUPS_IN_FLIGHT: Final = 64
 _KEY: Final = re.compile(r"\$KV\.[-_a-zA-Z0-9]+\.")
@@ -81,7 +80,7 @@ class KeyedStream:
         return subject.removeprefix(self.prefix)
 
     def subjects(self, wanted: Callable[[str], bool] = anything) -> Subjects:
-        return Subjects(self.stream, self.prefix, wanted, lambda headers: marker_reason(headers) is not None)
+        return Subjects(self.stream, self.prefix, wanted)
 
     async def unchecked_state(self) -> StreamState:
         """Return the state of the stream at its leader; raises as `stream_state` and `not_found` do."""

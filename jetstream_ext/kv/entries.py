@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import repeat
 from typing import TYPE_CHECKING, Final, Generic, Literal, cast
 
 from nats.js.api import Header
@@ -170,6 +169,8 @@ def records_of(found: Block | Sequence[StoredMsg]) -> Iterator[tuple[str, Record
     return zip(names, records, strict=True)
 
 
+# The headers by which a message deletes its key or expires; without them it is as one without headers.
+_MEANT: Final = re.compile(rb"KV-Operation|Nats-TTL|Nats-Marker-Reason|Nats-Applied-Limit")
 # The times that servers write, each with a comma before it.
 _TIMES: Final = re.compile(
     rb"(?:,\d{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])T(?:[01]\d|2[0-3])(?::[0-5]\d){2}(?:\.\d{1,9})?Z)*"
@@ -179,17 +180,21 @@ _TIMES: Final = re.compile(
 def updates_of(found: Block | Sequence[StoredMsg], subjects: Subjects) -> Updates:
     """Return messages as `protocol.table` takes them; raise as `records_of` does."""
     wanted = subjects.wanted
-    plain = found.plain_columns(subjects.prefix) if isinstance(found, Block) else None
-    if not isinstance(found, Block) or plain is None or not _TIMES.fullmatch(b",".join([b"", *plain[1]])):
+    plain = found.columns(subjects.prefix) if isinstance(found, Block) else None
+    if plain is not None and (not _TIMES.fullmatch(b",".join([b"", *plain[1]])) or _MEANT.search(b"".join(plain[2]))):
+        plain = None
+    if not isinstance(found, Block) or plain is None:
         return [
             update_of(subjects, key, record)
             for name, record in records_of(found)
             if (key := subjects.key_of(name)) is not None
         ]
-    seqs, datas, (keys, times) = found.seqs, found.datas, plain
+    seqs, datas, (keys, times, stored) = found.seqs, found.datas, plain
 
     def pairs() -> Iterable[tuple[str, Record]]:
-        every = zip(keys, zip(seqs, datas, times, repeat(b"")), strict=False)  # tuples that C code makes cost half
+        every = zip(
+            keys, zip(seqs, datas, times, stored, strict=True), strict=True
+        )  # tuples that C code makes cost half
         return every if wanted is anything else (pair for pair in every if wanted(pair[0]))
 
     records = dict(pairs())

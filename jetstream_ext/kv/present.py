@@ -36,7 +36,7 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, EndOfBatch, Request, StoredMsg, stored_block
 from jetstream_ext.protocol.headers import BATCH_ID, decode_stored, is_inside_batch
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
-from jetstream_ext.protocol.subjects import can_be_asked_for, matcher
+from jetstream_ext.protocol.subjects import can_be_asked_for, covering, matcher
 from jetstream_ext.protocol.table import Content
 from jetstream_ext.protocol.updates import Record, Update
 from jetstream_ext.text import counted
@@ -138,6 +138,12 @@ class ProvedReader:
         async with self._blocks(plan) as blocks:
             async for block in blocks:
                 yield block
+
+    async def count(self, subject: str) -> int:
+        """Return how many messages match a filter, by the first responder."""
+        plan = OneReply(Request(seq=1, next_by_subj=subject, batch=1, max_bytes=1))
+        found = await self._joined(plan)
+        return len(found) + (0 if plan.end is None else plan.end.num_pending)
 
     async def catch_up(self, position: int, take: Take) -> StoredMsg | None:
         """Pass the messages after `position` to `take`, up to an end that no reply of this read has passed.
@@ -313,19 +319,12 @@ async def read_now(source: KeyedStream, patterns: list[str], state: StreamState)
         content.feed(updates_of(found, subjects))
 
     log_from = state.last_seq
-    at_once = await _read_at_once(source, reader, patterns, state)
+    at_once = await _read_each(source, reader, patterns, state, take)
     if at_once is not None:
         block, up_to_seq = at_once
-        take(block)
         newest = block.message(-1) if len(block) else None
         if newest is not None and newest.seq >= up_to_seq and is_inside_batch(stored_block(newest)):
             at_once, log_from = None, newest.seq  # the rest of the batch may just be being stored
-    elif _by_log(source, patterns, state) or (names := await _list_keys(source, patterns)) is None:
-        keys = None if source.only_keys(state) else source.subject(EVERYTHING)
-        async for block in reader.log(state.lowest_seq, state.last_seq, subject=keys):
-            take(block)
-    else:
-        await read_by_name(source, reader, names, take)
     if at_once is None:
         newest = await reader.catch_up(log_from, take) or newest
         # What expired meanwhile may have been stored for the first replies and gone for the last ones.
@@ -342,9 +341,46 @@ async def read_now(source: KeyedStream, patterns: list[str], state: StreamState)
     return content, time
 
 
-def _by_log(source: KeyedStream, patterns: list[str], state: StreamState) -> bool:
-    """Whether reading the whole log costs less than listing the keys and reading them by name."""
-    return patterns == [EVERYTHING] and source.only_keys(state) and state.messages < _DEEP * state.num_subjects
+async def read_unchanged(source: KeyedStream, state: StreamState, report: Callable[[int], None]) -> Content:
+    """Return what is stored of all keys, which no program changes since before the stream's `state`; keys may expire.
+
+    `report` is called with the number of keys after each reply.
+    """
+    content, subjects = empty_content(state), source.subjects()
+
+    def take(found: Block | Sequence[StoredMsg]) -> None:
+        content.feed(updates_of(found, subjects))
+        report(len(content))
+
+    await _read_each(source, ProvedReader(source, state.last_seq), [EVERYTHING], state, take)
+    return content
+
+
+async def _read_each(
+    source: KeyedStream, reader: ProvedReader, patterns: list[str], state: StreamState, take: Take
+) -> tuple[Block, int] | None:
+    """Pass the newest message of each key to `take`, in as few requests as possible; return as `_read_at_once`."""
+    at_once = await _read_at_once(source, reader, patterns, state)
+    if at_once is not None:
+        take(at_once[0])
+    elif await _by_log(source, reader, patterns, state) or (names := await _list_keys(source, patterns)) is None:
+        all_keys = source.only_keys(state) and patterns == [EVERYTHING]
+        subject = None if all_keys else covering(list(map(source.subject, patterns)))
+        async for block in reader.log(state.lowest_seq, state.last_seq, subject=subject):
+            take(block)
+    else:
+        await read_by_name(source, reader, names, take)
+    return at_once
+
+
+async def _by_log(source: KeyedStream, reader: ProvedReader, patterns: list[str], state: StreamState) -> bool:
+    """Whether reading the log costs less than listing the keys and reading them by name."""
+    if len(patterns) > 1:
+        return False
+    if patterns == [EVERYTHING] and source.only_keys(state):
+        return state.messages < _DEEP * state.num_subjects
+    _, keys = await source.count_keys(patterns[0])
+    return await reader.count(source.subject(patterns[0])) < _DEEP * keys
 
 
 async def _read_at_once(

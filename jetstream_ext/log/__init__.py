@@ -17,6 +17,7 @@ from jetstream_ext.log.offsets import (
 )
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.log.redriving import Redriven, dead_letters, drop, redrive
+from jetstream_ext.log.state import State
 from jetstream_ext.log.table import MessageChange, Table
 from jetstream_ext.log.work import Processed
 from jetstream_ext.log.worker import exactly_once, exactly_once_group
@@ -42,6 +43,7 @@ __all__ = [
     "Processed",
     "Redriven",
     "Seq",
+    "State",
     "Stored",
     "StoredOffset",
     "Table",

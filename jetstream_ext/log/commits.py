@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from nats.nuid import NUID
 
@@ -27,9 +28,9 @@ from jetstream_ext.log.liveness import POLL, RELEASE_TIMEOUT, TAKEOVER
 from jetstream_ext.log.observed import store_position
 from jetstream_ext.log.offsets import StoredOffset
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.records import Failed, Record
-from jetstream_ext.text import get_logger, log_state
-from jetstream_ext.types import BatchMessage
+from jetstream_ext.protocol.records import Failed, Record, Total
+from jetstream_ext.text import counted, get_logger, log_state
+from jetstream_ext.types import Entry
 
 _log = get_logger("log")
 
@@ -47,26 +48,23 @@ class Commits:
     does not release it, and records of another epoch do not count.
 
     Attributes:
-        position: That of the newest record.
-        failed: The input at that position, if its handling has failed.
+        newest: The newest record: before the claim, one without a position.
         count: How many records this start has stored.
     """
 
     job: Job
     reader: Source
     epoch: str
-    position: int = 0
-    failed: Failed | None = None
+    newest: Record = field(init=False)
     count: int = 0
-    _id: str = field(default_factory=lambda: NUID().next().decode())
-    _took_over: int = 0
     _took: float = 0.0  # seconds of the last commit
     _ended: float = 0.0  # when it ended
     _in_a_row: int = 0
     _writer: FencedWriter = field(init=False)
 
     def __post_init__(self) -> None:
-        job, config = self.job, self.job.state.config
+        job = self.job
+        self.newest = Record(seq=0, writer=NUID().next().decode(), epoch=self.epoch)
         self._writer = FencedWriter(
             job.context,
             job.output_stream,
@@ -74,7 +72,7 @@ class Commits:
             name=job.what,
             timeout=job.timeout,
             patience=job.patience,
-            rollup=bool(config.get("allow_rollup_hdrs")) and not config.get("deny_purge"),
+            rollup=job.rolls_up,
             msg_ttl=job.forever,
         )
 
@@ -89,7 +87,7 @@ class Commits:
         while True:
             check()
             record = self._decode(found)
-            self._took_over = 0
+            took_over = 0
             if record is not None and self.epoch:
                 if record.epoch != self.epoch:
                     record = None  # from before a reset of the group: the reader is where that has let it start
@@ -100,14 +98,22 @@ class Commits:
                     await asyncio.sleep(POLL)
                     found, deadline = await self._writer.read(), clock() + patience
                     continue
-                self._took_over = math.ceil(now)
+                took_over = math.ceil(now)
+            failed, state = (None, None) if record is None else (record.failed, record.state)
+            if self.job.keeps_state is not None:
+                state = state or Total()
+            elif state is not None:
+                raise ValueError(
+                    f"{self.job.where}: the worker has a state of {counted(state.keys, 'key')}; pass state= as the start before has "
+                    "done; this start has stored nothing"
+                )
             if record is not None:
                 # The reader looks its stream up only if it has not done so.
                 known = (record.stream, record.created) == (reader.stream, reader.created)
                 offset = StoredOffset(self.job.name, record.stream, record.created, record.seq)
                 reader.seek(record.seq if known else offset)
             try:
-                await self._save(None, await reader.open(), None if record is None else record.failed)
+                await self._save(None, seq=await reader.open(), failed=failed, state=state, took_over=took_over)
                 return
             except RecordMovedError as moved:
                 if clock() >= deadline:
@@ -119,9 +125,11 @@ class Commits:
                 self._writer.follow(found)
 
     async def store(
-        self, outputs: Sequence[BatchMessage], position: int, failed: Failed | None = None
+        self, outputs: Sequence[Entry], position: int, failed: Failed | None = None, state: Total | None = None
     ) -> Exception | None:
         """Store outputs and a position, all or nothing, and how often the input at the position has failed.
+
+        With changes of the state among the outputs, `state` is its total then.
 
         Returns:
             Why the outputs cannot be stored, whatever the state of the stream is; then nothing of the commit is stored.
@@ -135,7 +143,7 @@ class Commits:
             await asyncio.sleep(min(_TIMES * self._took, _LONGEST_PAUSE))
             self._in_a_row = 0
         try:
-            await self._save(outputs, position, failed)
+            await self._save(outputs, seq=position, failed=failed, state=state or self.newest.state)
         except RecordMovedError as moved:
             newest, job = self._decode(moved.record), self.job
             text = (
@@ -154,6 +162,11 @@ class Commits:
             raise
         return None
 
+    @property
+    def fence(self) -> int:
+        """The sequence of the newest record."""
+        return self._writer.fence
+
     async def release(self) -> None:
         """Store that this worker has ended, behind its newest record; errors are ignored, and it takes 2 s at most.
 
@@ -165,38 +178,27 @@ class Commits:
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT):
                 newest = self._decode(await self._writer.read())
-                if newest is not None and newest.writer == self._id:
-                    self.count = newest.number + 1
-                    await self._save(None, newest.seq, newest.failed, released=True)
+                if newest is not None and newest.writer == self.newest.writer:
+                    self.newest, self.count = newest, newest.number + 1
+                    await self._save(None, released=True)
         except Exception as error:
             log_state(_log, self.job.what, "name not released", error=error)
 
-    async def _save(
-        self, outputs: Sequence[BatchMessage] | None, position: int, failed: Failed | None, *, released: bool = False
-    ) -> None:
-        """Store a record behind its outputs; without outputs, that of a claim or a release, which is not observed."""
+    async def _save(self, outputs: Sequence[Entry] | None, **changes: Any) -> None:
+        """Store a record with these changes behind its outputs; without outputs, of a claim or a release, it is not observed."""
         reader, clock = self.reader, asyncio.get_running_loop().time
-        record = Record(
-            seq=position,
-            stream=reader.stream,
-            created=reader.created or "",
-            writer=self._id,
-            number=self.count,
-            epoch=self.epoch,
-            failed=failed,
-            took_over=self._took_over,
-            released=released,
-        )
+        stream, created = reader.stream, reader.created or ""
+        record = replace(self.newest, stream=stream, created=created, number=self.count, **changes)
         began = clock()
         if outputs is None:
             await self._writer.store((), record.encode())
         else:
-            await store_position(self._writer, record.encode(), self.job.name, position, outputs)
+            await store_position(self._writer, record.encode(), self.job.name, record.seq, outputs)
         self._ended = clock()
         self._took = self._ended - began
-        self.position, self.failed = position, failed
+        self.newest = record
         self.count += 1
-        log_state(_log, self.job.what, "committed", position=position, outputs=len(outputs or ()))
+        log_state(_log, self.job.what, "committed", position=record.seq, outputs=len(outputs or ()))
 
     def _decode(self, found: StoredMsg | None) -> Record | None:
         if found is None:

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Final
 
 from jetstream_ext.client import telemetry
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.log.job import Job
 from jetstream_ext.log.observed import observed_handling
+from jetstream_ext.log.state import State
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.headers import MSG_ID
 from jetstream_ext.protocol.options import ENTRY, as_message, is_bulk, is_one_message, kind_of, payload_bytes
 from jetstream_ext.protocol.subjects import check_type
 from jetstream_ext.text import numbered
-from jetstream_ext.types import BatchMessage, own_headers
+from jetstream_ext.types import BatchMessage, Entry, own_headers
+
+Outputs = Entry | Iterable[Entry] | AsyncIterable[Entry] | None
+Returned = Outputs | Awaitable[Outputs]
+Handler = (
+    Callable[[StoredMsg], Returned]
+    | Callable[[list[StoredMsg]], Returned]
+    | Callable[[StoredMsg, State], Returned]
+    | Callable[[list[StoredMsg], State], Returned]
+)
+"""Takes an input or a list of them, and the state if the worker has one."""
+
+
+_PLAIN: Final = frozenset({type(None), tuple, list})
 
 
 class Handling:
@@ -28,12 +42,14 @@ class Handling:
     Attributes:
         misuse: The error of a handler that returned something else than outputs: it is the program's, and not one of the
             input.
+        state: What the handler gets besides an input, if the worker has a state.
     """
 
     def __init__(self, job: Job) -> None:
         self.misuse: TypeError | None = None
+        self.state: State | None = None
         self._job = job
-        self._handler = cast("Callable[[Any], Any]", job.handler)
+        self._handler = job.handler
         self._goes_on = job.dead_letter is not None
         self._task = asyncio.current_task()
         self._cancelled = self._task.cancelling() if self._task is not None else 0  # before the worker began
@@ -81,10 +97,11 @@ class Handling:
         return self._task is not None and self._task.cancelling() > self._cancelled
 
     async def _run(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage]:
-        made = self._handler(given)
-        if type(made) is BatchMessage:
+        made = self._handler(given) if self.state is None else self._handler(given, self.state)
+        kind = type(made)
+        if kind is BatchMessage:
             return [_without_id(made)]
-        if inspect.isawaitable(made) or isinstance(made, AsyncIterable):
+        if kind not in _PLAIN and (inspect.isawaitable(made) or isinstance(made, AsyncIterable)):
             made = await (self._in_a_task(made) if self._goes_on else _collected(made))
         if made is None:
             return []
@@ -126,6 +143,10 @@ class Handling:
             raise TypeError(f"{self._at(given)}: an output of the handler cannot be stored: {error}") from None
         if subject == job.record:
             raise BadSubjectError(f"subject {subject!r} holds the position of {job.what}; use another subject")
+        if job.in_state(subject):
+            raise BadSubjectError(
+                f"subject {subject!r} is among those of state={job.keeps_state!r}; change the state, or use another subject"
+            )
         if not await job.stores(subject):
             text = f"output stream {job.output_stream!r} does not store subject {subject!r}, so nothing was stored"
             raise BadSubjectError(f"{text}; add the subject to the stream, or use another one")

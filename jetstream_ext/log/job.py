@@ -1,16 +1,18 @@
 """What one worker does, and where it stores that: the options of `exactly_once`, and checks of the streams.
 
-A worker stores messages on subjects of its own: its position, dead letters, its lease. The streams that it stores them in must
-keep them, and its reader must not return them.
+A worker stores messages on subjects of its own: its position, its state, dead letters, its lease. The streams that it stores
+them in must keep them, and its reader must not return them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+import contextlib
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from jetstream_ext.client.api import lookup_stream, stream_state
 from jetstream_ext.client.connection import Context
@@ -20,15 +22,10 @@ from jetstream_ext.log.dead_letter import DeadLetter, check_dead_letter
 from jetstream_ext.log.offsets import OffsetStore, PositionedReader, StoredOffset, matches
 from jetstream_ext.protocol.advice import enable_stream
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
-from jetstream_ext.protocol.options import check_function, check_int, check_seconds
-from jetstream_ext.protocol.subjects import check_name, check_subject, check_type, covers
-from jetstream_ext.types import NEVER, TTL, Entry
-
-Outputs = Entry | Iterable[Entry] | AsyncIterable[Entry] | None
-Handler = Callable[[StoredMsg], Outputs | Awaitable[Outputs]]
-GroupHandler = Callable[[list[StoredMsg]], Outputs | Awaitable[Outputs]]
+from jetstream_ext.protocol.options import check_function, check_int, check_seconds, shown
+from jetstream_ext.protocol.subjects import check_name, check_subject, check_type, overlap
+from jetstream_ext.types import NEVER, TTL
 
 # What a server refuses because of the stream or the account, whatever the message is.
 _OF_THE_STREAM: Final = frozenset({
@@ -37,9 +34,6 @@ _OF_THE_STREAM: Final = frozenset({
     ErrorCode.ATOMIC_DISABLED, ErrorCode.ATOMIC_MIRROR,
 })  # fmt: skip
 _MOST_KNOWN: Final = 10_000  # subjects
-_OR_VANISH: Final = (
-    ", or pass position_may_vanish=True (without its position a worker begins again at the reader's start)"
-)
 
 
 class Source(PositionedReader, Protocol):
@@ -59,10 +53,14 @@ class Job:
     """What the worker `name` does, and its output stream as the leader has described it last.
 
     Attributes:
+        keeps_state: What the subjects of its state begin with; None: it has none.
         record: The subject of its position.
+        state_prefix: What the subject of a key of its state has before the key.
         what: The worker in errors and log records.
         where: The same with its output stream.
         state: The output stream, once `check` has looked.
+        looked: When, by the loop's clock.
+        unsure: For how long it has waited for the answer: so late can `now` be.
         known: Literal subjects that the output stream stores.
 
     Raises:
@@ -71,20 +69,24 @@ class Job:
 
     context: Context
     output_stream: str
-    handler: Handler | GroupHandler
+    handler: Callable[..., Any]
     name: str
     prefix: str
     max_messages: int
     grouped: bool
     dead_letter: DeadLetter | None
     position_may_vanish: bool
+    keeps_state: str | None
     timeout: float | None
     patience: float
     record: str = field(init=False)
+    state_prefix: str = field(init=False)
     what: str = field(init=False)
     where: str = field(init=False)
     state: StreamState = field(init=False)
     known: set[str] = field(default_factory=set, init=False)
+    looked: float = field(init=False)
+    unsure: float = field(init=False)
     _ahead: float = field(init=False)  # of the loop's clock: the leader's
 
     def __post_init__(self) -> None:
@@ -99,21 +101,56 @@ class Job:
         self.record, self.what = f"{self.prefix}.{self.name}", f"worker {self.name!r}"
         self.where = f"{self.what} on stream {self.output_stream!r}"
         check_subject(self.record)
-        if self.dead_letter is not None and self.dead_letter.subject == self.record:
+        letters = None if self.dead_letter is None else self.dead_letter.subject
+        if letters == self.record:
             raise ValueError(
                 f"subject {self.record!r} is that of the worker's position; use another one for dead letters"
             )
+        arguments = ("an input",) if self.keeps_state is None else ("an input", "the state")
+        with contextlib.suppress(ValueError):  # of C code without a signature
+            try:
+                inspect.signature(self.handler).bind(*arguments)
+            except TypeError:
+                given = " and ".join(arguments)
+                raise TypeError(
+                    f"the handler is called with {given}, and {shown(self.handler)} does not take that"
+                ) from None
+        if self.keeps_state is None:
+            return
+        check_type(self.keeps_state, "state")
+        check_subject(self.keeps_state)
+        self.state_prefix = f"{self.keeps_state}.{self.name}."
+        if self.position_may_vanish:
+            raise ValueError("a worker with a state needs its position: leave out position_may_vanish")
+        for subject, what in ((self.record, "the worker's position"), (letters or "", "dead letters")):
+            if self.in_state(subject):
+                raise ValueError(
+                    f"{what} ({subject!r}) would be among those of state={self.keeps_state!r}; use another state="
+                )
 
     async def look(self) -> StreamState:
         """Ask the leader for the state of the output stream."""
         look = partial(stream_state, self.context, self.output_stream, self.timeout)
-        self.state = await Retry(self.patience).call(look)
-        self._ahead = self.state.now.timestamp() - asyncio.get_running_loop().time()
+        clock, began = asyncio.get_running_loop().time, 0.0
+
+        async def attempt() -> StreamState:
+            nonlocal began
+            began = clock()
+            return await look()
+
+        self.state = await Retry(self.patience).call(attempt)
+        self.looked = clock()
+        self.unsure = self.looked - began
+        self._ahead = self.state.now.timestamp() - self.looked
         return self.state
 
     def now(self) -> float:
         """Return the time by the clock of the output stream's leader, in seconds since 1970."""
         return self._ahead + asyncio.get_running_loop().time()
+
+    def in_state(self, subject: str) -> bool:
+        """Whether a subject is one of the worker's state, or of that of another worker or partition."""
+        return self.keeps_state is not None and subject.startswith(f"{self.keeps_state}.")
 
     async def check(self) -> None:
         """Raise an error unless the output stream can hold outputs, the position and the dead letters."""
@@ -128,6 +165,20 @@ class Job:
         if letter is not None:
             what, kept = f"dead letters on {letter.subject!r}", () if may_vanish else ("letters",)
             check_keeps(state, letter.subject, what, "stored", *kept)
+        if self.keeps_state is not None:
+            state.check_direct_reads(version)
+            check_keeps(state, f"{self.state_prefix}>", "the state of a worker", "stored", "kept")
+
+    @property
+    def rolls_up(self) -> bool:
+        """Whether each message that holds the position or a key of the state removes the one before."""
+        return bool(self.state.config.get("allow_rollup_hdrs")) and not self.state.config.get("deny_purge")
+
+    @property
+    def expires_alone(self) -> bool:
+        """Whether a key of the state can have a TTL: its message expires, and no older one is left behind it."""
+        config = self.state.config
+        return bool(config.get("allow_msg_ttl")) and (self.rolls_up or config.get("max_msgs_per_subject") == 1)
 
     @property
     def forever(self) -> TTL | None:
@@ -156,14 +207,14 @@ class Job:
 
 
 def check_keeps(state: StreamState, subject: str, what: str, *needs: str) -> None:
-    """Raise an error unless a stream can hold `what` on `subject`, as far as it `needs`.
+    """Raise an error unless a stream can hold `what` on `subject`, which may be a filter, as far as it `needs`.
 
     ``stored``: it stores the subject. ``atomic``: it takes atomic batches. ``kept``: its limits do not remove the newest message.
     ``letters``: nor does one replace another, or the absence of a consumer remove it.
     """
     config, oldest = state.config, str(state.config.get("discard") or "old") == "old"
     transform = config.get("subject_transform") or {}
-    moved = bool(transform) and covers(str(transform.get("src") or ">"), subject)
+    moved = bool(transform) and overlap(str(transform.get("src") or ">"), subject)
     most, size, each = ((config.get(name) or -1) for name in ("max_msgs", "max_bytes", "max_msgs_per_subject"))
     expires, retention = state.max_age and not config.get("allow_msg_ttl"), state.retention
     own, wide = state.subjects, (*state.subjects, subject)
@@ -174,10 +225,10 @@ def check_keeps(state: StreamState, subject: str, what: str, *needs: str) -> Non
         ("stored", "subjects", not state.stores(subject), wide, own, f"add {subject!r} to its subjects"),
         ("stored", "subject_transform", moved, None, transform, f"exclude {subject!r} from its subject_transform"),
         ("atomic", "allow_atomic", not config.get("allow_atomic"), True, False, enable_stream(state.name, "atomic")),
-        ("kept", "retention", retention != "limits", "limits", retention, f"use limits retention{_OR_VANISH}"),
-        ("kept", "max_age", expires, 0, config.get("max_age"), f"set allow_msg_ttl, or remove max_age{_OR_VANISH}"),
-        ("kept", "max_msgs", oldest and most > 0, -1, most, f"set discard='new', or remove max_msgs{_OR_VANISH}"),
-        ("kept", "max_bytes", oldest and size > 0, -1, size, f"set discard='new', or remove max_bytes{_OR_VANISH}"),
+        ("kept", "retention", retention != "limits", "limits", retention, "use limits retention"),
+        ("kept", "max_age", expires, 0, config.get("max_age"), "set allow_msg_ttl, or remove max_age"),
+        ("kept", "max_msgs", oldest and most > 0, -1, most, "set discard='new', or remove max_msgs"),
+        ("kept", "max_bytes", oldest and size > 0, -1, size, "set discard='new', or remove max_bytes"),
         ("letters", "max_msgs_per_subject", each > 0, -1, each, replaced),
         ("letters", "retention", retention == "interest", "limits", retention, unkept),
     ]  # fmt: skip
@@ -199,7 +250,7 @@ async def check_unread(
     timeout: float | None,
     patience: float,
 ) -> None:
-    """Raise ValueError if a reader would return the messages of a `kind` that `what` stores in a stream on a literal subject."""
+    """Raise ValueError if a reader would return the messages of a `kind` that `what` stores in a stream on a subject or filter."""
     context, how, copies = Context(reader.context), f"copies {where} {stream!r}", [subject]
     if reader.stream == stream:
         how = f"is {where}"

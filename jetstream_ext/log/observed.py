@@ -11,7 +11,7 @@ from jetstream_ext.client import telemetry
 from jetstream_ext.client.base_connection import BaseConnection
 from jetstream_ext.client.fenced_write import FencedWriter
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.types import BatchAck, BatchMessage
+from jetstream_ext.types import BatchAck, Entry
 
 
 class _Reader(Protocol):
@@ -83,7 +83,7 @@ def observed_handling(
 
 
 async def store_position(
-    writer: FencedWriter, record: bytes, consumer: str, position: int, messages: Sequence[BatchMessage] | None = None
+    writer: FencedWriter, record: bytes, consumer: str, position: int, messages: Sequence[Entry] | None = None
 ) -> BatchAck:
     """Store a record of the position of the reader, worker or group `consumer`, behind messages if there are any."""
     observer = telemetry.observer

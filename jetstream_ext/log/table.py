@@ -24,7 +24,7 @@ class MessageChange:
     Attributes:
         subject: The subject.
         old: The message that the watcher saw last; None if there was none.
-        new: The last message now; None if it was purged, or has expired.
+        new: The last message now; None if it was deleted or purged, or has expired.
         revision: The sequence of the message that changed it. For a removal without a message (an expiry without a delete
             marker, a purge), the table's revision.
         skipped: How many changes are missing before this one (see `changes`).
@@ -45,8 +45,9 @@ class Table(LiveMapping[StoredMsg, MessageChange]):
         async with log.Table(js, "PRICES", "prices.eu.>") as prices:
             prices["prices.eu.X"].data
 
-    The keys are subjects, and `revision` is a stream sequence. A delete marker that the server wrote
-    (``subject_delete_marker_ttl``) removes its subject; other headers mean nothing here. Everything else is as for
+    The keys are subjects, and `revision` is a stream sequence. A message with ``KV-Operation: DEL`` or ``PURGE``, such as that
+    of a key that a worker has deleted from its state, and a delete marker that the server wrote
+    (``subject_delete_marker_ttl``) remove their subject; other headers mean nothing here. Everything else is as for
     `kvx.Table`.
 
     Args:

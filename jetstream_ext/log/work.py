@@ -3,12 +3,12 @@
 ::
 
     stand by  (standby=True) wait for the lease of this name (`log.liveness`)
-    claim     take the name over, and go to the stored position (`log.commits`)
+    claim     take the name over, go to the stored position (`log.commits`), and read the state (`log.state`)
     work      read inputs, have them handled (`log.handling`), store what that made
     release   store that this worker has ended, and release the lease
 
 While a commit is on its way, the next inputs are read and handled, and wait until it is stored. An input that has failed
-waits as well: those before it are stored first. If the outputs of an input are refused, what was handled after it is dropped
+waits as well: those before it are stored first. If the outputs of an input are refused, what was handled after it is undone
 and handled again, so a handler can be called more often than once for an input.
 """
 
@@ -20,17 +20,18 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from typing import Final
 
-from jetstream_ext.errors import AtomicPublishTooLargeError, FencedError
+from jetstream_ext.errors import AtomicPublishTooLargeError, FencedError, HistoryUnavailableError
 from jetstream_ext.log.commits import Commits
 from jetstream_ext.log.dead_letter import after_failure
 from jetstream_ext.log.handling import Handling
 from jetstream_ext.log.job import Job, Source, check_unread
 from jetstream_ext.log.liveness import POLL, Lease
+from jetstream_ext.log.state import Changes, Step, WorkerState
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.text import get_logger, log_state
+from jetstream_ext.protocol.records import Total
+from jetstream_ext.text import counted, get_logger, log_state
 from jetstream_ext.types import BatchMessage
 
 _log = get_logger("log")
@@ -91,10 +92,18 @@ async def run_worker(
             commits = Commits(job, reader, epoch)
             stack.push_async_callback(commits.release)
             await commits.claim(check)
-            position = commits.position
-            work = _Work(job, reader, handling, commits, stopping, check, breathe)
+            position = commits.newest.seq
+            state = WorkerState(job)
+            if commits.newest.state is not None:
+                try:
+                    await state.load(commits.fence, commits.newest.state)
+                except HistoryUnavailableError:
+                    await commits.store([], position, commits.newest.failed)  # fails if another worker has taken over
+                    raise
+                handling.state = state
+            work = _Work(job, reader, handling, commits, state, stopping, check, breathe)
             position = await work.run()
-            if position != commits.position:
+            if position != commits.newest.seq:
                 await commits.store([], position)
             log_state(_log, job.what, "ended", position=position, inputs=work.inputs)
         except (Exception, asyncio.CancelledError) as error:
@@ -109,6 +118,8 @@ async def _check(job: Job, reader: Source, lease: Lease | None) -> None:
     await job.check()
     check = partial(check_unread, reader, job.what, timeout=job.timeout, patience=job.patience)
     await check("position", job.output_stream, job.record)
+    if job.keeps_state is not None:
+        await check("change of the state", job.output_stream, f"{job.state_prefix}>")
     if job.dead_letter is not None:
         await check("dead letter", job.output_stream, job.dead_letter.subject)
     if lease is not None and lease.bucket.context.prefix == job.context.prefix:
@@ -123,12 +134,14 @@ class _Handled:
         inputs: Without inputs, only the position has moved, or an error is not that of an input.
         after: The position behind them.
         outputs: What is to be stored with that position.
+        step: What it has changed in the state, which is stored, too.
         error: Why that cannot be stored. Nothing is handled behind it.
     """
 
     inputs: list[StoredMsg]
     after: int
     outputs: list[BatchMessage] = field(default_factory=list)
+    step: Step | None = None
     error: BaseException | None = None
 
 
@@ -146,6 +159,7 @@ class _Work:
     reader: Source
     handling: Handling
     commits: Commits
+    state: WorkerState
     stopping: asyncio.Event
     check: Callable[[], None]
     breathe: Callable[[], Awaitable[None]] | None
@@ -155,15 +169,15 @@ class _Work:
     _pending: list[StoredMsg] = field(default_factory=list)  # inputs that were read, and are not handled
     _position: int = 0  # behind them
     _alone: int = 0  # up to this sequence they are handled one at a time, since the handling of a list has failed
-    _batch_limit: float = math.inf  # outputs in a batch, once the server has refused a larger one
+    _batch_limit: float = math.inf  # outputs and keys in a batch, once the server has refused a larger one
 
     async def run(self) -> int:
         """Work until the source ends or `stopping` is set; return the position behind what is done."""
-        self._position = self.commits.position
+        self._position = self.commits.newest.seq
         handled: list[_Handled] | None = []
         while handled is not None:
             handled = await self._advance(handled)
-        return self.commits.position if self._pending else self._position
+        return self.commits.newest.seq if self._pending else self._position
 
     async def _advance(self, handled: list[_Handled]) -> list[_Handled] | None:
         """Store what was handled, and return what was handled next, or None at the end."""
@@ -175,7 +189,10 @@ class _Work:
             following = await self._handle_next(_IDLE)
         if failed is None:
             return following
-        self._pending[:0] = [message for each in (*handled, *(following or ())) for message in each.inputs]
+        dropped = [*handled, *(following or ())]
+        self._pending[:0] = [message for each in dropped for message in each.inputs]
+        steps = [each.step for each in reversed(dropped) if each.step is not None]
+        self.state.undo(steps, self.commits.newest.state or Total())
         await self._fail(failed)
         return []
 
@@ -198,7 +215,7 @@ class _Work:
                 return None
             if self._pending:
                 await self._handle(handled)
-            elif seconds == _IDLE and self._position != self.commits.position:
+            elif seconds == _IDLE and self._position != self.commits.newest.seq:
                 handled.append(_Handled([], self._position))
         except Exception as error:  # what was handled before is stored first
             handled.append(_Handled([], 0, error=error))
@@ -214,7 +231,8 @@ class _Work:
         return found is not None
 
     async def _handle(self, handled: list[_Handled]) -> None:
-        pending, failed, job = self._pending, self.commits.failed, self.job
+        pending, failed, job, state = self._pending, self.commits.newest.failed, self.job, self.state
+        await state.keep_time()
         alone = pending[0].seq <= self._alone or (failed is not None and failed.seq == pending[0].seq)
         count = 1 if alone else min(len(pending), job.max_messages)
         size = count if job.grouped else 1
@@ -224,13 +242,16 @@ class _Work:
             if self.breathe is not None:
                 await self.breathe()
             inputs = pending[:size]
+            state.begin()
             made = await self.handling.try_outputs(inputs if job.grouped else inputs[0])
+            made = state.misuse or made
+            step = state.end(failed=isinstance(made, BaseException))
             del pending[:size]
             after = inputs[-1].seq + 1 if pending else self._position
             if isinstance(made, BaseException):
                 handled.append(_Handled(inputs, after, error=made))
                 return
-            handled.append(_Handled(inputs, after, made))
+            handled.append(_Handled(inputs, after, made, step))
 
     async def _store(self, handled: list[_Handled]) -> _Handled | None:
         """Commit what was handled, in as few batches as the server takes; what is stored leaves the list.
@@ -242,10 +263,8 @@ class _Work:
         """
         most = len(handled)
         while handled and handled[0].error is None:
-            sizes = accumulate(len(each.outputs) for each in handled if each.error is None)
-            count = min(most, max(1, sum(size <= self._batch_limit for size in sizes)))
-            outputs = [message for each in handled[:count] for message in each.outputs]
-            error = await self.commits.store(outputs, handled[count - 1].after)
+            count, outputs, changes = self._batch(handled[:most])
+            error = await self._commit(outputs, changes, handled[count - 1])
             if error is None:
                 self.outputs += len(outputs)
                 self.inputs += sum(len(each.inputs) for each in handled[:count])
@@ -253,17 +272,46 @@ class _Work:
             elif count == 1:
                 handled[0].error = error
             elif isinstance(error, AtomicPublishTooLargeError):
-                self._batch_limit = len(outputs) // 2
+                self._batch_limit = (len(outputs) + len(changes)) // 2
             else:
                 most = count // 2
         return handled[0] if handled else None
+
+    def _batch(self, handled: list[_Handled]) -> tuple[int, list[BatchMessage], Changes]:
+        """Return how many of these fit into one batch, one at least, and their outputs and changes."""
+        outputs, changes = list[BatchMessage](), Changes()
+        for count, each in enumerate(handled):
+            if each.error is not None:
+                return count, outputs, changes
+            after = {} if each.step is None else each.step.after
+            size = len(outputs) + len(each.outputs) + len(changes) + sum(key not in changes for key in after)
+            if count and size > self._batch_limit:
+                return count, outputs, changes
+            outputs += each.outputs
+            changes |= after
+        return len(handled), outputs, changes
+
+    async def _commit(self, outputs: list[BatchMessage], changes: Changes, last: _Handled) -> Exception | None:
+        """Store outputs, changes of the state and the position behind the `last` inputs; as `Commits.store`."""
+        if last.step is None or not changes:
+            return await self.commits.store(outputs, last.after)
+        messages = [*outputs, *self.state.messages(changes)]
+        error = await self.commits.store(messages, last.after, state=last.step.total)
+        if error is None:
+            await self.state.stored(changes, self.commits.fence)
+            return None
+        await self.job.check()  # unless the stream can no longer hold the state, the input is to blame
+        error.add_note(
+            f"with {counted(len(outputs), 'output')} and {counted(len(changes), 'changed key')} of the state"
+        )
+        return error
 
     async def _fail(self, failed: _Handled) -> None:
         """Store that the next input has failed, and pause, or store it as a dead letter; or raise the error."""
         job, error, inputs, commits = self.job, failed.error, failed.inputs, self.commits
         assert error is not None
         letter = job.dead_letter
-        if letter is None or not inputs or error is self.handling.misuse:
+        if letter is None or not inputs or error in (self.handling.misuse, self.state.misuse):
             raise error
         if len(inputs) > 1:
             log_state(_log, job.what, "inputs failed", inputs=len(inputs), error=error)
@@ -278,7 +326,7 @@ class _Work:
             letter,
             inputs[0],
             error,
-            commits.failed,
+            commits.newest.failed,
             what=job.where,
             worker=job.name,
             note=partial(commits.store, [], inputs[0].seq),

@@ -17,7 +17,8 @@ from jetstream_ext.log.callbacks import Callback, JoinOptions
 from jetstream_ext.log.dead_letter import DeadLetter
 from jetstream_ext.log.group import Group, plan_of
 from jetstream_ext.log.group_worker import PartitionSource, Pauses, serve
-from jetstream_ext.log.job import GroupHandler, Handler, Job
+from jetstream_ext.log.handling import Handler
+from jetstream_ext.log.job import Job
 from jetstream_ext.log.membership import GroupMembership
 from jetstream_ext.log.observed import reading_for
 from jetstream_ext.log.reader import LogReader
@@ -29,12 +30,13 @@ from jetstream_ext.protocol.subjects import covers
 async def exactly_once(
     reader: LogReader,
     output_stream: str,
-    handler: Handler | GroupHandler,
+    handler: Handler,
     *,
     name: str,
     prefix: str,
     max_messages: int = 100,
     grouped: bool = False,
+    state: str | None = None,
     standby: bool = False,
     position_may_vanish: bool = False,
     dead_letter: DeadLetter | None = None,
@@ -77,6 +79,12 @@ async def exactly_once(
             default), they are split into several commits. With 1, an input is handled when the outputs of the one before are
             stored.
         grouped: `handler` is called with the list of all inputs of one commit instead. Its outputs cannot be split.
+        state: Give the handler a second argument: its `State`, a dictionary of text to bytes that survives (``put(key, value,
+            ttl=...)`` lets a key expire). A changed key is a message of the output stream on ``<state>.<name>.<key>``, in one
+            batch with the outputs and the position; a deleted one has ``KV-Operation: DEL``. So each start has the state of its
+            position, which it reads into memory. Keys are percent-encoded as in URLs where a subject cannot have them as they
+            are (`urllib.parse.unquote` returns the key). No other program may publish there. Of two workers,
+            the name of one must not begin with that of the other and a dot.
         standby: Wait while another worker of this name is alive, and take over when it ends (at once) or dies (after
             10 s). All replicas must pass it. A worker that is alive holds a lease, a key with a TTL in the bucket of
             ``reader.offsets``, which is created if it does not exist. A handler that blocks the event loop for 10 s
@@ -151,6 +159,7 @@ async def exactly_once(
         grouped=grouped,
         dead_letter=dead_letter,
         position_may_vanish=position_may_vanish,
+        keeps_state=state,
         timeout=timeout,
         patience=patience,
     )
@@ -161,12 +170,13 @@ async def exactly_once(
 async def exactly_once_group(
     group: Group,
     output_stream: str,
-    handler: Handler | GroupHandler,
+    handler: Handler,
     *,
     prefix: str,
     label: str | None = None,
     max_messages: int = 100,
     grouped: bool = False,
+    state: str | None = None,
     on_assigned: Callback | None = None,
     on_revoked: Callback | None = None,
     on_partitions_lost: Callback | None = None,
@@ -203,6 +213,8 @@ async def exactly_once_group(
         revoke_timeout: As for `Group.join`; the handlers of what is lost are cancelled.
         max_messages: As for `exactly_once`, for each partition.
         grouped: As for `exactly_once`: the inputs of one list are all of one partition.
+        state: As for `exactly_once`; each partition has a state of its own, on ``<state>.<group>.<partition>.<key>``, which
+            moves with it. `Group.reset` does not remove it: purge ``<state>.<group>.>`` as well, before members join again.
         dead_letter: As for `exactly_once`. A pause before the next attempt does not hold up the other partitions.
         position_may_vanish: As for `exactly_once`.
         timeout: Seconds to wait for an answer of the output stream; None is the context's own.
@@ -230,6 +242,7 @@ async def exactly_once_group(
         grouped=grouped,
         dead_letter=dead_letter,
         position_may_vanish=position_may_vanish,
+        keeps_state=state,
         timeout=timeout,
         patience=patience,
     )

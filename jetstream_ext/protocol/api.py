@@ -251,6 +251,12 @@ class StreamState:
         limit = self.config.get("max_bytes")
         return limit if limit is not None and limit > 0 else None
 
+    def lifetime(self, ttl: int) -> int:
+        """Return the seconds that the server makes of a TTL: ``max_age`` is an upper limit, the TTL of markers a lower one."""
+        if self.marker_ttl is not None and self.max_msgs_per_subject != 1:
+            ttl = max(ttl, int(self.marker_ttl.total_seconds()))
+        return ttl if self.max_age is None else min(ttl, max(1, int(self.max_age.total_seconds())))
+
     @property
     def max_age(self) -> timedelta | None:
         return _duration(self.config.get("max_age"))
@@ -293,7 +299,7 @@ class StreamState:
         return False
 
     def copies_of(self, stream: str, subject: str) -> list[str]:
-        """Return the subjects on which it stores copies of the messages of another stream on a literal subject.
+        """Return the subjects on which it stores copies of the messages of another stream on a subject or filter.
 
         After a transform they are filters that match these subjects.
         """
@@ -303,7 +309,7 @@ class StreamState:
                 continue
             if transforms := source.get("subject_transforms"):
                 copies += [made for transform in transforms for made in _transformed(transform, subject)]
-            elif covers(source.get("filter_subject") or ">", subject):
+            elif overlap(source.get("filter_subject") or ">", subject):
                 copies.append(subject)
         if own := self.config.get("subject_transform"):
             kept = [copy for copy in copies if not covers(own.get("src") or ">", copy)]

@@ -315,24 +315,27 @@ class Block:
                     self.check()
             yield row
 
-    def plain_columns(self, prefix: str = "") -> tuple[list[str], list[bytes]] | None:
-        """Return the subjects (``surrogateescape``), without `prefix`, and the times of messages without stored headers.
+    def columns(self, prefix: str = "") -> tuple[list[str], list[bytes], list[bytes]] | None:
+        """Return the subjects (``surrogateescape``), without `prefix`, the times, and the stored headers, as `each_row` does.
 
-        None if a message has some, if a subject does not begin with `prefix`, or if a server did not write its lines in the
-        usual form; see `each_row`.
+        None if a subject does not begin with `prefix`, or if a server did not write its lines in the usual form.
         """
         count = len(self)
         heads = [body[:size] for body, size in zip(self.bodies, self.header_sizes, strict=True)]
-        lines = b"".join(heads).split(h.CRLF)
-        if len(lines) != 8 * count + 1 or lines[:-1:8].count(h.VERSION) != count or lines[7::8].count(b"") != count:
-            return None
-        if lines[1::8].count(b"Nats-Stream: %b" % self.stream.encode()) != count:
+        lines, stored = b"".join(heads).split(h.CRLF), [b""] * count
+        if len(lines) != 8 * count + 1 or lines[:-1:8].count(h.VERSION) != count:  # some messages have stored headers
+            rows = [head.rsplit(h.CRLF, 8) for head in heads]
+            if set(map(len, rows)) != {9}:
+                return None
+            stored = [b"" if row[0] == h.VERSION else row[0] for row in rows]
+            lines = [line for row in rows for line in row[:8]]
+        if lines[7::8].count(b"") != count or lines[1::8].count(b"Nats-Stream: %b" % self.stream.encode()) != count:
             return None
         names, times = h.CRLF.join([b"", *lines[2::8]]), h.CRLF.join([b"", *lines[4::8]])
         before = _SUBJECT_LINE + prefix.encode()
         if names.count(before) != count or times.count(_TIME_LINE) != count:
             return None
-        return names.decode("utf-8", "surrogateescape").split(before.decode())[1:], times.split(_TIME_LINE)[1:]
+        return names.decode("utf-8", "surrogateescape").split(before.decode())[1:], times.split(_TIME_LINE)[1:], stored
 
     @property
     def subjects(self) -> list[bytes]:

@@ -29,6 +29,31 @@ class Failed:
     error: str
 
 
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Of the state of a worker: what a start compares with what it reads, to notice a purge or messages of others.
+
+    Attributes:
+        keys: How many keys without a TTL it has.
+        check: The sum of the checksums of each of them with its value.
+        timed: How many keys with a TTL.
+        first: When the first one of them expires, or earlier: whole seconds since 1970 by the leader's clock.
+        last: When the last one expires, or earlier.
+    """
+
+    keys: int = 0
+    check: int = 0
+    timed: int = 0
+    first: int = 0
+    last: int = 0
+
+    def allows(self, found: Total, now: float) -> bool:
+        """Whether what is found at that time can be this state, except for keys that have expired since."""
+        missing = self.timed - found.timed
+        expired = missing == 0 or now >= (self.last if found.timed == 0 else self.first)
+        return (self.keys, self.check) == (found.keys, found.check) and missing >= 0 and expired
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """A position, and who stored it.
@@ -45,6 +70,7 @@ class Record:
         took_over: Of a worker: when this start took over from one that had not released the name, in seconds since 1970 by
             the clock of the output stream's leader; 0 if it did not.
         released: Of a worker: it has ended by itself.
+        state: Of a worker with a state: what it holds at this position.
     """
 
     seq: int
@@ -57,6 +83,7 @@ class Record:
     failed: Failed | None = None
     took_over: int = 0
     released: bool = False
+    state: Total | None = None
 
     def encode(self) -> bytes:
         body: dict[str, Any] = {"v": _VERSION}
@@ -64,7 +91,7 @@ class Record:
             value = getattr(self, each.name)
             if value != each.default:
                 body[each.name] = value
-        return orjson.dumps(body)  # with `failed` as an object of its fields
+        return orjson.dumps(body)  # with `failed` and `state` as objects of their fields
 
     @classmethod
     def decode(cls, data: bytes) -> Record:
@@ -88,6 +115,7 @@ class Record:
                 failed=_failed(body.get("failed")),
                 took_over=_number(body, "took_over"),
                 released=body.get("released") is True,
+                state=_total(body.get("state")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is not a position: {data[:80]!r}") from error
@@ -106,3 +134,11 @@ def _failed(body: Any) -> Failed | None:
         return None
     attempts = json_number(body["attempts"], "attempts", low=1, high=_MOST)
     return Failed(json_number(body["seq"], "seq", low=1), attempts, json_text(body["error"], "error"))
+
+
+def _total(body: Any) -> Total | None:
+    return (
+        None
+        if body is None
+        else Total(**{each.name: json_number(body[each.name], each.name) for each in fields(Total)})
+    )

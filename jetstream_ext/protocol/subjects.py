@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from typing import Final
+from urllib.parse import quote
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.frames import check_line
@@ -14,6 +16,10 @@ _FORBIDDEN_CHARACTERS: Final = frozenset(chr(code) for code in (*range(33), 127,
 
 NOT_INDEXED: Final = "\x7f"
 """Servers from 2.11 to 2.15 store subjects with this character, and find them only by sequence, not by a filter."""
+
+# What `quote` must not encode besides letters and digits: all other printable ASCII characters but blank, *, > and %.
+_SAFE: Final = "".join(map(chr, set(range(33, 127)).difference(b"*>%")))
+_DOT_BESIDE_NOTHING: Final = re.compile(r"\A\.|(?<=\.)\.|\.\Z")
 
 _LONGEST_NAME: Final = 255  # in every server; it cannot be configured
 
@@ -62,6 +68,8 @@ def covers(wide: str, narrow: str) -> bool:
     """Whether the filter `wide` matches every subject that the filter or literal subject `narrow` matches."""
     if wide == narrow:
         return True
+    if wide[-2:] in (">", ".>") and "*" not in wide:  # nearly every subject of a stream
+        return narrow.startswith(wide[:-1])
     wide_tokens, narrow_tokens = wide.split("."), narrow.split(".")
     for index, part in enumerate(wide_tokens):
         if part == ">":
@@ -163,6 +171,25 @@ def addressed(subject: str, prefix: str) -> str:
     map no other subjects so.
     """
     return f"{prefix}.{subject}" if prefix not in ("", "$JS.API") and subject.startswith("$KV.") else subject
+
+
+@lru_cache(4096)
+def key_tokens(key: str) -> str:
+    """Return a key as tokens of a subject: percent-encoded as in URLs, so that `urllib.parse.unquote` returns the key.
+
+    Encoded are blanks, control characters, ``*``, ``>``, ``%``, what is not ASCII, and a dot that begins or ends the key or
+    follows another one.
+
+    Raises:
+        ValueError: The key is empty, or has half of a surrogate pair.
+    """
+    if not key:
+        raise ValueError("a key of the state must not be empty")
+    try:
+        text = quote(key, safe=_SAFE)
+    except UnicodeEncodeError:
+        raise ValueError(f"a key of the state cannot be encoded as UTF-8: {key[:64]!r}") from None
+    return _DOT_BESIDE_NOTHING.sub("%2E", text)
 
 
 class SubjectCache(dict[str, bytes]):

@@ -184,6 +184,10 @@ class Content:
             self._deadlines = [it for it in self._deadlines if self._ttls.get(it[2], (0,))[0] == it[1]]
             heapq.heapify(self._deadlines)
 
+    def own_ttls(self) -> dict[str, timedelta]:
+        """Return the TTL of each key whose value has a finite one."""
+        return {key: ttl for key, (_, ttl) in self._ttls.items() if ttl != FOREVER and key in self.values}
+
     # -- removals without a message -----------------------------------------------------------------------------------
 
     def next_expiry(self) -> datetime | None:

@@ -96,12 +96,15 @@ def test_blocks_from_the_wire_and_the_leaders_messages_are_the_same(data: st.Dat
     for seq in range(1, data.draw(st.integers(1, 6)) + 1):
         key = data.draw(st.sampled_from(["a", "Nats-Subject:", "Nats-Time-Stamp:", "NATS/1.0"]))
         headers = data.draw(
-            st.sampled_from([{}, {}, {"Nats_TTL": "1"}, {"KV_Operation": "DEL"}, {"Nats_Subject": "x"}])
+            st.sampled_from(
+                [{}, {}, {"Nats_TTL": "1"}, {"KV_Operation": "DEL"}, {"KV_Operation ": "DEL"}, {"Nats_Subject": "x"}]
+            )
         )
         messages.append(put(seq, key, data.draw(st.binary(max_size=4)), **headers))
     block = block_of(messages)
     times = [format_time_ns(message.time_ns).encode() for message in messages]
-    columns = block.plain_columns()
-    assert columns is None or columns == ([message.subject for message in messages], times)
-    assert (columns is None) == any(stored_block(message) for message in messages)
+    columns = block.columns()
+    stored = list(map(stored_block, messages))
+    assert columns is None or columns == ([message.subject for message in messages], times, stored)
+    assert columns is not None or any(stored)
     assert list(each(updates_of(block, ALL))) == updates_of(messages, ALL)

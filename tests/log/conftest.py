@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from frame_proxy import Frame, FrameProxy
 from redrive_letters import Bury, Letters
-from workers import MakePair, Pair
+from workers import MakePair, MakeStateful, Pair, StatefulPair
 
 MakeStream = Callable[..., Awaitable[str]]
 
@@ -45,6 +45,17 @@ def make_pair(js: JetStreamContext, make_stream: MakeStream) -> MakePair:
 
     async def make(messages: int = 0, **config: Any) -> Pair:
         return Pair(js, await make_stream(messages), await make_stream(**config))
+
+    return make
+
+
+@pytest.fixture
+def make_stateful(make_pair: MakePair) -> MakeStateful:
+    """Create streams as `make_pair` does, for a worker with a state."""
+
+    async def make(messages: int = 0, **config: Any) -> StatefulPair:
+        pair = await make_pair(messages, **config)
+        return StatefulPair(pair.js, pair.source, pair.target)
 
     return make
 

@@ -48,9 +48,27 @@ async def test_it_has_the_last_message_of_every_subject(js: JetStreamContext, ma
         message = table[f"{stream}.1"]
         assert message == await jsx.DirectGet(js, stream).get_last(f"{stream}.1")
         assert (message.headers, message.stream, message.subject) == ({"N": "7"}, stream, f"{stream}.1")
-        ack = await js.publish(f"{stream}.new", b"", headers={"KV-Operation": "DEL"})
+        ack = await js.publish(f"{stream}.new", b"", headers={"KV-Operation": "PUT", "KV-Other": "DEL"})
         await table.wait_for(ack.seq)
-        assert table[f"{stream}.new"].headers == {"KV-Operation": "DEL"}, "headers of a bucket mean nothing"
+        assert table[f"{stream}.new"].headers == {"KV-Operation": "PUT", "KV-Other": "DEL"}
+
+
+async def test_a_message_that_says_so_is_a_removal(js: JetStreamContext, make_stream: MakeStream) -> None:
+    """As in a bucket, and as a worker stores it for a key that its handler has deleted from the state."""
+    stream = await make_stream()
+    for operation in ("DEL", "PURGE"):
+        async with log.Table(js, stream) as table:
+            changes = table.changes()
+            await js.publish(f"{stream}.a", b"1")
+            ack = await js.publish(f"{stream}.a", b"2", headers={"KV-Operation": operation})
+            await table.wait_for(ack.seq)
+            assert not table
+            async for change in changes:
+                if change.new is None:
+                    break
+            assert (change.subject, change.revision) == (f"{stream}.a", ack.seq)
+        async with log.Table(js, stream) as table:
+            assert not table
 
 
 async def test_filters(js: JetStreamContext, make_stream: MakeStream) -> None:

@@ -13,7 +13,7 @@ import nats.js.errors
 import pytest
 from clients import quiet
 from nats.js import JetStreamContext
-from workers import MakePair, Pair
+from workers import MakePair, MakeStateful, Pair
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, StoredMsg, errors
@@ -150,6 +150,48 @@ async def test_a_worker_cancelled_at_any_await_loses_and_repeats_nothing(make_pa
             await leak_check.assert_clean()
     assert stopped > 5
     assert await pair.outputs() == expected(120)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_faults_leave_the_state_of_each_position(
+    make_stateful: MakeStateful, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """`StatefulPair.count` checks the state at each call; outputs, state and position agree whenever the workers have ended."""
+    rng = random.Random(seed)
+    pair = await make_stateful(200, allow_rollup_hdrs=seed % 2 == 1)
+    faulty = FaultyCommits(monkeypatch, lambda _: rng.choice(FAULTS) if rng.random() < 0.5 else None)
+    workers = [rng.randint(1, 30) for _ in range(seed or 1)]
+    done = 0
+    while done < 200:
+        ended = await asyncio.gather(*(pair.work(max_messages=most) for most in workers), return_exceptions=True)
+        for end in ended:
+            assert not isinstance(end, AssertionError | ValueError | errors.HistoryUnavailableError), end
+        await faulty.settle()
+        done = len(await pair.stored("out"))
+        await pair.assert_exact(done)
+    assert len(faulty.happened) > 2
+
+
+async def test_a_worker_cancelled_at_any_await_has_the_state_of_its_position(
+    make_stateful: MakeStateful, leak_check: Any
+) -> None:
+    rng = random.Random(0)
+    pair = await make_stateful(120, allow_rollup_hdrs=True)
+    stopped = 0
+    while True:
+        task = asyncio.ensure_future(pair.work(max_messages=7))
+        for _ in range(rng.randint(1, 80 + stopped)):
+            await asyncio.sleep(0)
+        task.cancel()
+        try:
+            await task
+            break
+        except asyncio.CancelledError:
+            stopped += 1
+            await leak_check.assert_clean()
+            await pair.assert_exact(len(await pair.stored("out")))
+    assert stopped > 5
+    await pair.assert_exact(120)
 
 
 async def test_a_claim_after_another_worker_committed_continues_there(

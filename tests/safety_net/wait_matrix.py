@@ -413,8 +413,22 @@ def exactly_once(t: Try, reader: log.LogReader) -> Awaitable[object]:
         lambda msg: jsx.BatchMessage(t.subject, t.payload),
         name=t.name,
         prefix=f"w{t.number % TARGETS}.at",
+        position_may_vanish=True,
         patience=t.patience,
     )
+
+
+async def open_worked(t: Try) -> log.LogReader:
+    """Let a worker store a state, which the next start reads."""
+    await exactly_once_with_a_state(t, await open_reader(t))
+    return await open_reader(t)
+
+
+def exactly_once_with_a_state(t: Try, reader: log.LogReader) -> Awaitable[object]:
+    def handle(msg: jsx.StoredMsg, state: log.State) -> None:
+        state["a"] = t.payload
+
+    return log.exactly_once(reader, "V", handle, name=t.name, prefix="v.at", state="v.state", patience=t.patience)
 
 
 def new_group(t: Try, *, partitions: int = 4, **options: Any) -> log.Group:
@@ -482,6 +496,7 @@ def exactly_once_group(t: Try) -> Awaitable[object]:
         t.target,
         lambda msg: jsx.BatchMessage(t.subject, t.payload),
         prefix=f"w{t.number % TARGETS}.at",
+        position_may_vanish=True,
         timeout=t.timeout,
         patience=t.patience,
     )
@@ -592,6 +607,7 @@ CALLS: dict[str, Call] = {
     "dead_letters": plain(letters),
     "drop": plain(lambda t: log.drop(t.js, t.stream, [1 << 40], timeout=t.timeout, patience=t.patience)),
     "exactly_once": on(open_reader, exactly_once),
+    "exactly_once (with a state)": on(open_worked, exactly_once_with_a_state),
     "exactly_once_group": plain(exactly_once_group),
     "redrive": plain(
         lambda t: log.redrive(
@@ -614,6 +630,7 @@ async def fill(server: NatsServer) -> None:
     flags = {"allow_direct": True, "allow_atomic": True, "allow_batched": True}
     for n in range(TARGETS):
         await js.add_stream(name=f"W{n}", subjects=[f"w{n}.>"], max_bytes=16 << 20, **flags)
+    await js.add_stream(name="V", subjects=["v.>"], **flags)
     for size in SIZES:
         await js.add_stream(name=f"R{size}", subjects=[f"r{size}.>"], **flags)
         await js.add_consumer(f"R{size}", durable_name="c")

@@ -5,7 +5,8 @@ It checks
 
 * always: a commit that succeeds continues exactly where the one before it ended, whoever stored that one; nothing is
   committed that was not handled; the first handlings of a partition's messages are in order; in an exactly-once group no
-  output is stored twice; a partition that was released has its position behind all that was handled;
+  output is stored twice, and the state of a partition is that of its position; a partition that was released has its
+  position behind all that was handled;
 * while the clocks differ by less than the margin: a member is the stored owner of the partition whenever it takes messages;
 * after the trouble: every member has its share, works on it, and nobody works on anything else.
 
@@ -23,8 +24,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
+from jetstream_ext.log.state import Changes, WorkerState
 from jetstream_ext.protocol.membership import Do, Membership, Owner, Phase
 from jetstream_ext.protocol.partitions import assign
+from jetstream_ext.protocol.records import Total
 
 TTL: Final = 6.0
 MARGIN: Final = 0.6
@@ -33,6 +36,9 @@ TIMEOUT: Final = 1.0
 PATIENCE: Final = 8.0
 LEAVE_TIMEOUT: Final = 1.0
 REVOKE_TIMEOUT: Final = 3.0
+
+
+NO_JOB: Final[Any] = None  # a state without TTLs needs it only for its errors
 
 
 class WrongError(AssertionError):
@@ -60,6 +66,7 @@ class Record:
     position: int
     revision: int
     tag: int  # which store wrote it, as the payload says
+    total: Total = field(default_factory=Total)  # of the state, in the output stream
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +87,7 @@ class Servers:
         self.records: dict[int, Record] = {}
         self.keys: dict[str, tuple[float, bool]] = {}  # when it expires by the leader's clock, and whether it leaves
         self.outputs: dict[int, list[Record]] = {}
+        self.states: dict[int, dict[str, bytes]] = {}  # of each partition the newest messages of the keys
         self._view: View | None = None
 
     def put_member(self, member: str, now: float, leaving: bool) -> int:
@@ -584,16 +592,26 @@ class Actor:
             found = await writer.read()
             while True:
                 held.position = 1 if found is None else found.position
+                total = Total() if found is None else found.total
                 try:
-                    await writer.store(self.id, held.position, "claim")
+                    await writer.store(self.id, held.position, "claim", total=total)
                     break
                 except MovedError:
                     found = await writer.read()
+            state = WorkerState(NO_JOB)
+            state.begin_with(await writer.read_state(), {})
+            if state.total != total:
+                await writer.store(self.id, held.position, "outputs", held.position, total=total)
+                raise self.world.wrong(f"{self.id} finds another state of {held.number} than that of its position")
             while self.may_go_on(held):
                 start = held.in_hand = held.position
                 held.position += random.randint(1, 5)
+                state.begin()
+                key = f"{start % 3}"
+                state[key] = b"%d" % (int(state.get(key, b"0")) + held.position - start)
                 await self.handle(held, held.position - start)
-                await writer.store(self.id, held.position, "outputs", start)
+                step = state.end(failed=False)
+                await writer.store(self.id, held.position, "outputs", start, step.after, step.total)
                 held.in_hand = None
                 await self.sleep(random.uniform(0.05, 0.6 if self.world.trouble else 4.0))
         except MovedError:
@@ -620,19 +638,37 @@ class Writer:
         self._in_doubt.clear()
         return record
 
-    async def store(self, owner: str, position: int, what: str, start: int = 0) -> int:
+    async def read_state(self) -> dict[str, bytes]:
+        states, number = self.actor.world.servers.states, self._number
+        state: dict[str, bytes] = await self._patiently(
+            lambda: dict(states.get(number, {})), self.actor.local + PATIENCE
+        )
+        return state
+
+    async def store(
+        self,
+        owner: str,
+        position: int,
+        what: str,
+        start: int = 0,
+        changes: Changes | None = None,
+        total: Total | None = None,
+    ) -> int:
         """Store a record, and what belongs to it. `what` and `start` are for the checks."""
         actor, world = self.actor, self.actor.world
         deadline, tag = actor.local + PATIENCE, next(world.tags)
         while True:
             self._in_doubt.add(tag)
             fence = self.fence
-            record = Record(owner, position, 0, tag)
+            record = Record(owner, position, 0, tag, total or Total())
 
             def store(fence: int = fence, record: Record = record) -> int:
-                return world.store(
+                revision = world.store(
                     actor, self._number, record, fence, what, start, self._in_doubt, outputs=self._outputs
                 )
+                if revision and self._outputs:
+                    world.store_state(self._number, record, changes or {})
+                return revision
 
             try:
                 revision: int = await actor.request(store)
@@ -864,6 +900,15 @@ class World:
         if what != "commit":
             self.say(f"stored: {what} of {number} by {actor.id}, at {record.position}")
         return record.revision
+
+    def store_state(self, number: int, record: Record, changes: Changes) -> None:
+        """Store changes of the state with a position; it counts the messages before that."""
+        state = self.servers.states.setdefault(number, {})
+        for key, (value, _) in changes.items():
+            assert value is not None
+            state[key] = value
+        if sum(map(int, state.values())) != record.position - 1 or record.total.keys != len(state):
+            raise self.wrong(f"the state of {number} at {record.position} is {state}")
 
     def take(self, actor: Actor, held: Held, count: int) -> None:
         number = held.number

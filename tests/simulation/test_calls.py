@@ -18,9 +18,10 @@ from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.connection import Connection, Context
 from jetstream_ext.client.ingest import _Run
 from jetstream_ext.errors import BatchOutcomeUnknownError
+from jetstream_ext.log.state import WorkerState
 from jetstream_ext.protocol.ingest import Ingest
 from jetstream_ext.protocol.outcome import Verdict
-from jetstream_ext.protocol.records import Record
+from jetstream_ext.protocol.records import Record, Total
 from jetstream_ext.types import BatchAck, BatchMessage
 
 # nats-py leaves the transports of lost connections to the garbage collector.
@@ -64,6 +65,7 @@ def test_schedules_that_found_a_defect() -> None:
         "atomic:694361207",
         "atomic:1203",  # other content with the message ids of an earlier batch
         "worker:3",  # a round trip that is longer than the timeout
+        "worker:52",  # another worker takes over, and changes the state, while one reads it
         "worker:110",
     )
     found = []
@@ -77,6 +79,9 @@ def test_schedules_that_found_a_defect() -> None:
 
 committed, encode = AtomicSession.committed, Record.encode
 begin, confirm, found, failure = Ingest.begin, Ingest._confirm, Ingest.found, _Run._failure
+
+
+async def _reads_nothing(self: WorkerState, fence: int, expected: Total) -> None: ...
 
 
 async def _believes_in_success(self: AtomicSession) -> BatchAck:
@@ -133,6 +138,8 @@ BUGS: dict[str, tuple[Any, str, Any, str, str]] = {
     "no search": (Ingest, "found", _finds_no_message, "ingest", "false once"),
     "no fence": (fenced_write, "BatchMessage", _without_a_fence, "worker", "false once"),
     "positions are ahead": (Record, "encode", _ahead, "worker", "false position"),
+    "a start without its state": (WorkerState, "load", _reads_nothing, "worker", "false state"),
+    "an old state": (WorkerState, "messages", lambda *_: [], "worker", "false state"),
 }
 
 

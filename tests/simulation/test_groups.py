@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from group_schedules import replay, run
 
+from jetstream_ext.log.state import WorkerState
 from jetstream_ext.protocol import membership
 from jetstream_ext.protocol.membership import OWNED, Event, Membership, Owner, Phase
 
@@ -56,6 +57,7 @@ BUGS: dict[str, tuple[str | tuple[Phase, Event], Any]] = {
     "a member works on what another one has taken": ((OWNED, Event.TAKEN), None),
     "a partition that is handed over is never released": ((Phase.REVOKING, Event.HANDED_OVER), None),
     "a claim that has failed is not tried again": ((Phase.CLAIMING, Event.FAILED), None),
+    "a partition that has moved begins without its state": ("begin_with", lambda *_: None),
 }
 
 
@@ -64,7 +66,7 @@ def test_finds_bugs() -> None:
     for bug, (where, wrong) in BUGS.items():
         with pytest.MonkeyPatch.context() as patch:
             if isinstance(where, str):
-                patch.setattr(Membership, where, wrong)
+                patch.setattr(WorkerState if where == "begin_with" else Membership, where, wrong)
             else:
                 patch.setitem(membership._NEXT, where, wrong)
             assert any(error is not None for _, error in run(3, 200)), bug

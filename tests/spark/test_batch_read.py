@@ -18,6 +18,7 @@ from pyspark.sql.types import BinaryType, IntegerType, LongType, MapType, String
 
 import jetstream_ext as jsx
 import jetstream_ext.spark
+from jetstream_ext import log
 from jetstream_ext.spark.source import JetStreamDataSource, SchemaError
 from jetstream_ext.testing import NatsServer
 
@@ -47,7 +48,7 @@ def make(with_js: Any, stream_name: Callable[[], str]) -> Callable[..., str]:
         name = stream_name()
 
         async def fill(js: JetStreamContext) -> None:
-            defaults = StreamConfig(name=name, subjects=[f"{name}.*"], allow_direct=True, allow_batched=True)
+            defaults = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_batched=True)
             await js.add_stream(defaults.evolve(**config))
             if messages:
                 async with jsx.FastPublisher(js) as publisher:
@@ -114,6 +115,27 @@ def test_every_column_is_right(
     micros = frame.selectExpr("seq", "unix_micros(time) AS micros").collect()
     epoch = datetime(1970, 1, 1, tzinfo=UTC)
     assert {row.seq: epoch + timedelta(microseconds=row.micros) for row in micros} == with_js(stored)
+
+
+def test_the_state_of_a_worker(read: Callable[..., DataFrameReader], make: Callable[..., str], with_js: Any) -> None:
+    """A key that was deleted is a row with ``KV-Operation: DEL``."""
+
+    async def work(js: JetStreamContext, name: str) -> None:
+        def toggle(msg: jsx.StoredMsg, state: log.State) -> None:
+            if state.pop("odd", None) is None:
+                state["odd"] = msg.data
+
+        reader = log.LogReader(js, name, subject=f"{name}.in")
+        for data in (b"1", b"2"):
+            await js.publish(f"{name}.in", data)
+            await log.exactly_once(reader, name, toggle, name="w", prefix=f"{name}.at", state=f"{name}.state")
+
+    name = make(then=work, allow_atomic=True)
+    rows = sorted(read(subjects=f"{name}.state.>").load(name).collect(), key=lambda row: int(row.seq))
+    assert [(row.subject, bytes(row.data), row.headers.get("KV-Operation")) for row in rows] == [
+        (f"{name}.state.w.odd", b"1", None),
+        (f"{name}.state.w.odd", b"", ["DEL"]),
+    ]
 
 
 def test_a_schema_selects_the_columns(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
