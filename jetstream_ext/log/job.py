@@ -175,10 +175,9 @@ class Job:
         return bool(self.state.config.get("allow_rollup_hdrs")) and not self.state.config.get("deny_purge")
 
     @property
-    def expires_alone(self) -> bool:
-        """Whether a key of the state can have a TTL: its message expires, and no older one is left behind it."""
-        config = self.state.config
-        return bool(config.get("allow_msg_ttl")) and (self.rolls_up or config.get("max_msgs_per_subject") == 1)
+    def keeps_one(self) -> bool:
+        """Whether the stream keeps only the newest message of a key of the state."""
+        return self.rolls_up or self.state.config.get("max_msgs_per_subject") == 1
 
     @property
     def forever(self) -> TTL | None:

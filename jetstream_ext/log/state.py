@@ -39,9 +39,8 @@ from jetstream_ext.types import NEVER, TTL, BatchMessage, Entry
 _log = get_logger("log")
 
 _BITS: Final = (1 << 48) - 1  # of a checksum
-_DELETED: Final = (
-    86_400  # seconds for which the message of a deleted key is stored, if nothing older would show behind it
-)
+# Seconds for which the message of a deleted key is stored, if nothing older would show behind it.
+_DELETED: Final = 86_400
 # Seconds for which the leader's clock is known after a look that took at most so long, or longer.
 _CLOCK, _QUICK, _CLOCK_OTHERWISE = 60.0, 0.1, 1.0
 _SKEW: Final = 5  # seconds by which the clocks of the stream's replicas may differ
@@ -68,6 +67,9 @@ class Step(NamedTuple):
     before: Changes
     after: Changes
     total: Total
+
+
+NOTHING: Final = Step({}, {}, Total())
 
 
 class State(MutableMapping[str, bytes]):
@@ -152,9 +154,7 @@ class State(MutableMapping[str, bytes]):
                 delete markers, if it writes some (``subject_delete_marker_ttl``). None or `NEVER`: it does not expire.
 
         Raises:
-            StreamConfigMismatchError: The output stream lacks ``allow_msg_ttl``, or could show an older value of the key when
-                this one has expired: it needs ``allow_rollup_hdrs`` (without ``deny_purge``), or ``max_msgs_per_subject=1``.
-                This ends the worker, with dead letters too.
+            StreamConfigMismatchError: The output stream lacks ``allow_msg_ttl``. This ends the worker, with dead letters too.
             ValueError, TypeError: `ttl` is out of range, or of another type; or as for `State`.
 
         Requires: ``allow_msg_ttl`` on the output stream (ADR-43).
@@ -197,15 +197,11 @@ class State(MutableMapping[str, bytes]):
             self._timed.pop(key, None)
 
     def _lifetime(self, ttl: int) -> _Timed:
-        job, config = self._job, self._job.state.config
-        if not job.expires_alone:
+        job = self._job
+        if not job.state.config.get("allow_msg_ttl"):
             self._misuse = StreamConfigMismatchError(
-                f"{job.where}: keys of the state can have a TTL only with allow_msg_ttl, and with allow_rollup_hdrs (without deny_purge) "
-                f"or max_msgs_per_subject=1, so that no older value of a key is left; {enable_stream(job.output_stream, 'ttl')}",
-                diff={
-                    "allow_msg_ttl": (True, bool(config.get("allow_msg_ttl"))),
-                    "allow_rollup_hdrs": (True, job.rolls_up),
-                },
+                f"{job.where}: keys of the state cannot have a TTL there; {enable_stream(job.output_stream, 'ttl')}",
+                diff={"allow_msg_ttl": (True, False)},
             )
             raise self._misuse
         seconds = job.state.lifetime(ttl)
@@ -247,7 +243,10 @@ class WorkerState(State):
             before = {}
         after, check = Changes(), self.total.check
         for key, was in before.items():
-            after[key] = now = self._held.get(key), self._timed.get(key)
+            now = self._held.get(key), self._timed.get(key)
+            if now == was:
+                continue
+            after[key] = now
             for (value, timed), sign in ((was, -1), (now, 1)):
                 if value is not None and timed is None:
                     check += sign * crc32(value, crc32(f"{key}\0".encode()))
@@ -274,16 +273,24 @@ class WorkerState(State):
 
     # -- the output stream --------------------------------------------------------------------------------------------
 
-    def messages(self, changes: Changes) -> list[Entry]:
-        """Return what stores changes: a message for each key."""
+    def messages(self, before: Changes, changes: Changes) -> list[Entry]:
+        """Return what stores changes: a message for each key; `before` is what is stored of these keys.
+
+        When a value expires, its stream shows the one before, if it still keeps that. So a value that does not live as long
+        as the one before is stored behind a deletion.
+        """
         job, made = self._job, list[Entry]()
         headers, forever = ROLLUP_HEADERS if job.rolls_up else {}, job.forever
         for key, (value, timed) in changes.items():
-            subject, ttl = job.state_prefix + key_tokens(key), forever if timed is None else timed.ttl
-            if value is None:
-                ttl = _DELETED if job.expires_alone else forever
+            subject, (stored, until) = job.state_prefix + key_tokens(key), before[key]
+            outlived = timed is not None and stored is not None and (until is None or until.ttl > timed.ttl)
+            if value is None or (outlived and not job.keeps_one):
+                ttl = _DELETED if job.keeps_one and job.state.config.get("allow_msg_ttl") else forever
                 made.append(BatchMessage(subject, b"", headers={**DELETE_HEADERS, **headers}, msg_ttl=ttl))
-            elif headers or ttl is not None:
+            if value is None:
+                continue
+            if headers or timed is not None or forever is not None:
+                ttl = forever if timed is None else timed.ttl
                 made.append(BatchMessage(subject, value, headers=headers, msg_ttl=ttl))
             else:
                 made.append((subject, value))  # which costs a tenth

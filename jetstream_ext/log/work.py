@@ -28,7 +28,7 @@ from jetstream_ext.log.dead_letter import after_failure
 from jetstream_ext.log.handling import Handling
 from jetstream_ext.log.job import Job, Source, check_unread
 from jetstream_ext.log.liveness import POLL, Lease
-from jetstream_ext.log.state import Changes, Step, WorkerState
+from jetstream_ext.log.state import NOTHING, Changes, Step, WorkerState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.records import Total
 from jetstream_ext.text import counted, get_logger, log_state
@@ -263,8 +263,8 @@ class _Work:
         """
         most = len(handled)
         while handled and handled[0].error is None:
-            count, outputs, changes = self._batch(handled[:most])
-            error = await self._commit(outputs, changes, handled[count - 1])
+            count, outputs, before, changes = self._batch(handled[:most])
+            error = await self._commit(outputs, before, changes, handled[count - 1])
             if error is None:
                 self.outputs += len(outputs)
                 self.inputs += sum(len(each.inputs) for each in handled[:count])
@@ -277,25 +277,27 @@ class _Work:
                 most = count // 2
         return handled[0] if handled else None
 
-    def _batch(self, handled: list[_Handled]) -> tuple[int, list[BatchMessage], Changes]:
-        """Return how many of these fit into one batch, one at least, and their outputs and changes."""
-        outputs, changes = list[BatchMessage](), Changes()
+    def _batch(self, handled: list[_Handled]) -> tuple[int, list[BatchMessage], Changes, Changes]:
+        """Return how many of these fit into one batch, one at least, their outputs, and what they change in the state."""
+        outputs, before, changes = list[BatchMessage](), Changes(), Changes()
         for count, each in enumerate(handled):
-            if each.error is not None:
-                return count, outputs, changes
-            after = {} if each.step is None else each.step.after
-            size = len(outputs) + len(each.outputs) + len(changes) + sum(key not in changes for key in after)
-            if count and size > self._batch_limit:
-                return count, outputs, changes
+            step = each.step or NOTHING
+            size = len(outputs) + len(each.outputs) + len(changes) + sum(key not in changes for key in step.after)
+            if each.error is not None or (count and size > self._batch_limit):
+                return count, outputs, before, changes
             outputs += each.outputs
-            changes |= after
-        return len(handled), outputs, changes
+            for key, was in step.before.items():
+                before.setdefault(key, was)
+            changes |= step.after
+        return len(handled), outputs, before, changes
 
-    async def _commit(self, outputs: list[BatchMessage], changes: Changes, last: _Handled) -> Exception | None:
+    async def _commit(
+        self, outputs: list[BatchMessage], before: Changes, changes: Changes, last: _Handled
+    ) -> Exception | None:
         """Store outputs, changes of the state and the position behind the `last` inputs; as `Commits.store`."""
         if last.step is None or not changes:
             return await self.commits.store(outputs, last.after)
-        messages = [*outputs, *self.state.messages(changes)]
+        messages = [*outputs, *self.state.messages(before, changes)]
         error = await self.commits.store(messages, last.after, state=last.step.total)
         if error is None:
             await self.state.stored(changes, self.commits.fence)

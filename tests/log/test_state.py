@@ -133,6 +133,18 @@ async def test_a_wrong_type_ends_the_worker(make_stateful: MakeStateful) -> None
     await pair.assert_exact(5)
 
 
+async def test_only_changes_are_stored(make_stateful: MakeStateful) -> None:
+    pair = await make_stateful(3)
+
+    def change(msg: StoredMsg, state: State) -> None:
+        state["same"] = b"1"
+        state["gone"] = b"1"
+        del state["gone"]
+
+    await pair.work(change)
+    assert [msg.subject for msg in await pair.stored("state.>")] == [f"{pair.target}.state.w.same"]
+
+
 async def test_a_wrong_type_ends_the_worker_whatever_the_handler_makes_of_the_error(
     make_stateful: MakeStateful,
 ) -> None:
