@@ -142,7 +142,7 @@ class Workers:
                 over.set()
 
     async def end(self) -> None:
-        for process in self.processes.values():
+        for process in tuple(self.processes.values()):  # more may be started meanwhile
             if process.returncode is None:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
@@ -318,6 +318,8 @@ async def test_take_overs(workers: Workers) -> None:
         """Start a process again whenever it ends."""
         while not over.is_set():
             _, process = await workers.start(work, name)
+            if over.is_set():
+                process.kill()
             code = await process.wait()  # meanwhile others count, too
             workers.fenced += code == FENCED
 
