@@ -100,6 +100,9 @@ async def test_an_expired_key_is_gone_for_all(js: JetStreamContext, make_statefu
         await more(pair.source, 4, 5)
         assert await worker.handles(4) == kept, config
         assert await worker.handles(5) == {**kept, "short": b"4"}, config
+        async with asyncio.timeout(60):
+            while (await pair.records())[-1]["seq"] != 6:
+                await asyncio.sleep(0.05)
         await worker.stop()
         await pair.work(lambda *_: pytest.fail("handled"))
 
