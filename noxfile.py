@@ -76,7 +76,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
         ["-m", "pytest", "-s", "tests/faults/test_atomic_leader.py"],
         {"JETSTREAM_EXT_ATOMIC_BATCHES": "200"},
     ),
-    "state_faults": (["-m", "pytest", "-n", "0", "-s", "tests/faults/test_state.py"], {}),
+    "state_faults": (["-m", "pytest", "-n", "0", "-s", "--timeout=1800", "tests/faults/test_state.py"], {}),
     "spark_faults": (
         [
             "-m",
