@@ -281,7 +281,7 @@ async def workers(victim: NatsServer) -> AsyncIterator[Workers]:
 
 async def test_counts(workers: Workers) -> None:
     """Workers are killed at any moment: each key is counted once for each input."""
-    letters = ("abcd", "efgh") if FULL else ("ab", "ef")
+    letters = ("abcd", "efhi") if FULL else ("ab", "ef")
     names, kills = dict(zip(("ALL", "ROLLED"), map(list, letters), strict=True)), 25 if FULL else 2
     await workers.during(
         any_key, *(workers.kill_often("count", name, stream, kills) for stream in names for name in names[stream])
