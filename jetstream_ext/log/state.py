@@ -1,7 +1,7 @@
 """The state of a worker: what its handler sees, how it is read at a start, and the messages that store its changes.
 
 The output stream holds the newest value of each key, on a subject of the key. Each commit stores the changed keys with the
-outputs and the position, in one fenced batch. So nobody else can change a key between a claim of the position, which is behind
+outputs and the position, in one fenced batch. So no other worker can change a key between a claim of the position, which is behind
 everything that earlier workers of the name have stored, and the first commit: what is read then is the state of that position.
 
 A call of the handler changes the keys at once, and what they were before is kept until the changes are stored. So a call that

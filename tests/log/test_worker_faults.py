@@ -5,7 +5,7 @@ import contextlib
 import copy
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import nats
@@ -132,22 +132,28 @@ async def test_random_faults_store_each_output_once(
     assert await pair.outputs() == expected(200)
 
 
-async def test_a_worker_cancelled_at_any_await_loses_and_repeats_nothing(make_pair: MakePair, leak_check: Any) -> None:
-    """A cancellation acts as a kill: before the handler, before the commit, or before its answer."""
+async def cancelled(work: Callable[[], Awaitable[Any]]) -> AsyncIterator[None]:
+    """Start a worker and cancel it after some turns of the event loop, until it comes to its end; yield after each cancellation."""
     rng = random.Random(0)
-    pair = await make_pair(120)
-    stopped = 0
-    while True:
-        task = asyncio.ensure_future(pair.work(copies(pair), max_messages=7))
-        for _ in range(rng.randint(1, 60 + stopped)):
+    for stopped in itertools.count():
+        task = asyncio.ensure_future(work())
+        for _ in range(rng.randint(1, 80 + stopped)):
             await asyncio.sleep(0)
         task.cancel()
         try:
             await task
-            break
+            return
         except asyncio.CancelledError:
-            stopped += 1
-            await leak_check.assert_clean()
+            yield
+
+
+async def test_a_worker_cancelled_at_any_await_loses_and_repeats_nothing(make_pair: MakePair, leak_check: Any) -> None:
+    """A cancellation acts as a kill: before the handler, before the commit, or before its answer."""
+    pair = await make_pair(120)
+    stopped = 0
+    async for _ in cancelled(lambda: pair.work(copies(pair), max_messages=7)):
+        stopped += 1
+        await leak_check.assert_clean()
     assert stopped > 5
     assert await pair.outputs() == expected(120)
 
@@ -175,21 +181,12 @@ async def test_random_faults_leave_the_state_of_each_position(
 async def test_a_worker_cancelled_at_any_await_has_the_state_of_its_position(
     make_stateful: MakeStateful, leak_check: Any
 ) -> None:
-    rng = random.Random(0)
     pair = await make_stateful(120, allow_rollup_hdrs=True)
     stopped = 0
-    while True:
-        task = asyncio.ensure_future(pair.work(max_messages=7))
-        for _ in range(rng.randint(1, 80 + stopped)):
-            await asyncio.sleep(0)
-        task.cancel()
-        try:
-            await task
-            break
-        except asyncio.CancelledError:
-            stopped += 1
-            await leak_check.assert_clean()
-            await pair.assert_exact(len(await pair.stored("out")))
+    async for _ in cancelled(lambda: pair.work(max_messages=7)):
+        stopped += 1
+        await leak_check.assert_clean()
+        await pair.assert_exact(len(await pair.stored("out")))
     assert stopped > 5
     await pair.assert_exact(120)
 
