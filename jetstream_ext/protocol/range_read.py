@@ -508,11 +508,10 @@ class RangeRead:
         give_up = self._patience_ends(now) if reply.unsent else (self._retried or self._repeated) and not less
         self._flight.clear()
         self._plan.retry()
-        if lost:
-            self._plan.ask_for_less()
+        first_in_full = lost and self._plan.ask_for_less()
         self._flight.drop()
         if not self._plan.done:
-            self._retried |= not reply.unsent
+            self._retried |= not (reply.unsent or first_in_full)
             self._happen(Input.INTERRUPTED, error, give_up=give_up)
 
     def _decode(self, sent: SentRequest, reply: _Reply, frames: list[Frame], now: float) -> None:

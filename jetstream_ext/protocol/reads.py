@@ -215,8 +215,13 @@ class Plan(ABC):
         """
         self.in_flight.clear()
 
-    def ask_for_less(self) -> None:  # noqa: B027 - the next requests of most plans do that by themselves
-        """Note, after `retry`, that the replies cost the connection and that the link now limits them to less."""
+    def ask_for_less(self) -> bool:
+        """Note, after `retry`, that the replies cost the connection, whose link limits the next ones.
+
+        Return whether only this keeps the plan to the limit: then the reply was larger than that, and its rest may cost the
+        next connection as well, because nats-py restores the subscription of the inbox.
+        """
+        return False
 
     def _send(self, request: Request, start: int = 0, count: int = 0) -> SentRequest:
         self.behind = ""
@@ -550,10 +555,11 @@ class MultiLast(Plan):
         unsure = any("\ufffd" in each for each in self._request.multi_last or ())
         return can_be_asked_for(subject) or unsure or self._matches(subject)
 
-    def ask_for_less(self) -> None:
-        self._shrunk = True
+    def ask_for_less(self) -> bool:
+        in_full, self._shrunk = not self._shrunk, True
         if self._step is _Step.SUBJECTS:
             self._step = _Step.PAGE  # of fewer subjects
+        return in_full
 
     def _end(self) -> None:
         lacking = (self._counted or 0) - self._rows - self._pending

@@ -285,3 +285,29 @@ async def test_a_read_finds_the_size_that_the_connection_brings(small_server: Na
                         losses.forget(20)
                     else:
                         losses.check(10)
+
+
+async def test_a_reply_may_cost_the_connection_twice(server: NatsServer, max_pending: int) -> None:
+    """nats-py restores the subscription of an inbox, so the rest of a reply that is too large may cost the next connection.
+
+    A read of now asks for everything, also after other reads have found out how little the connection may be asked for.
+    """
+    if max_pending != MAX_PENDING[-1]:
+        return  # the connection is lost in the proxy
+    losses = 0
+
+    async def lose(frame: Frame) -> Frame | None:
+        nonlocal losses
+        if ".DIRECT.GET." in frame.subject and losses:
+            losses -= 1
+            raise ConnectionResetError
+        return frame
+
+    async with FrameProxy(server.port, on_publish=lose) as proxy, connected(proxy.url, reconnect_time_wait=0.01) as nc:
+        js = nc.jetstream(timeout=20)
+        for losses in (2, 2, 2):
+            assert len(await LASTS(js, "S60000", SUBJECTS)) == SUBJECTS
+            assert losses == 0
+        losses = 20
+        with pytest.raises(errors.MessagesLostError, match="max_bytes"):
+            await LASTS(js, "S60000", SUBJECTS)
