@@ -508,10 +508,10 @@ class RangeRead:
         give_up = self._patience_ends(now) if reply.unsent else (self._retried or self._repeated) and not less
         self._flight.clear()
         self._plan.retry()
-        first_in_full = lost and self._plan.ask_for_less()
+        asked_for_more = lost and self._plan.ask_for_less()
         self._flight.drop()
         if not self._plan.done:
-            self._retried |= not (reply.unsent or first_in_full)
+            self._retried |= not (reply.unsent or asked_for_more)
             self._happen(Input.INTERRUPTED, error, give_up=give_up)
 
     def _decode(self, sent: SentRequest, reply: _Reply, frames: list[Frame], now: float) -> None:

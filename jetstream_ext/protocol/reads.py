@@ -216,10 +216,10 @@ class Plan(ABC):
         self.in_flight.clear()
 
     def ask_for_less(self) -> bool:
-        """Note, after `retry`, that the replies cost the connection, whose link limits the next ones.
+        """Note, after `retry`, that the replies cost the connection, so that the link limits the next ones.
 
-        Return whether only this keeps the plan to the limit: then the reply was larger than that, and its rest may cost the
-        next connection as well, because nats-py restores the subscription of the inbox.
+        Return whether the plan has asked for more than such a limit until now. Then the rest of its reply may cost the next
+        connection as well: nats-py restores the subscription of the inbox, perhaps before the read closes it.
         """
         return False
 
