@@ -84,9 +84,9 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
             "--timeout=900",
             "tests/spark/test_faults.py",
             "tests/spark/test_source_faults.py",
-            "tests/spark/test_kv_transactions.py",
+            "tests/spark/test_ledger.py",
         ],
-        {"JETSTREAM_EXT_SPARK_ROWS": "40000", "JETSTREAM_EXT_KV_ATTEMPTS": "200"},
+        {"JETSTREAM_EXT_SPARK_ROWS": "40000", "JETSTREAM_EXT_SINK_HISTORIES": "1000"},
     ),
     "spark_histories": (
         ["-m", "pytest", "--timeout=7200", "tests/spark/test_query_history.py", "tests/spark/test_feed_histories.py"],
@@ -379,7 +379,7 @@ SPARK = {
     # Executors with separate JVMs, and Spark Connect.
     "spark-cluster": ([], {"JETSTREAM_EXT_SPARK_MASTER": "local-cluster[2,1,1024]"}),
     "spark-connect": (
-        ["grpcio", "grpcio-status", "googleapis-common-protos", "zstandard"],
+        ["grpcio", "grpcio-status", "googleapis-common-protos", "zstandard", "pyyaml"],
         {"JETSTREAM_EXT_SPARK_REMOTE": "local[2]"},
     ),
 }
@@ -415,8 +415,9 @@ def compat(session: nox.Session, what: str) -> None:
         session.install(*everything, *requirements)
         files = ("streaming", "sink", "kv", "kv_sink", "application")
         main = [f"tests/spark/test_{name}.py" for name in files]
-        if "JETSTREAM_EXT_SPARK_MASTER" in environment:
-            main.append("tests/spark/test_source_faults.py")
+        if environment:
+            own = "source_faults" if "JETSTREAM_EXT_SPARK_MASTER" in environment else "pipelines"
+            main.append(f"tests/spark/test_{own}.py")
         arguments = arguments or (main if environment else ["tests/spark"])
     session.run("python", "-m", "pip", "list")
     session.run("python", "-m", "pytest", *PARALLEL, *arguments, env=environment)

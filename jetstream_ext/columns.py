@@ -1,4 +1,4 @@
-"""Messages as Arrow columns: for `jetstream_ext.arrow`, Spark and files.
+"""Messages and the entries of buckets as Arrow columns: for `jetstream_ext.arrow`, Spark and files.
 
 Arrow cuts the header blocks of many messages at once. A block that a server did not write in the usual form goes through
 Python instead, row by row, with the same result.
@@ -7,7 +7,7 @@ Python instead, row by row, with the same result.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from operator import add
@@ -46,6 +46,33 @@ SCHEMA: Final = pa.schema(_FIELDS)
 
 A stream can have subjects and headers that are not UTF-8; they need ``binary`` in place of ``string``.
 """
+
+
+_ENTRY_FIELDS: Final[list[Any]] = [
+    pa.field("bucket", pa.string(), nullable=False),
+    pa.field("key", pa.string(), nullable=False),
+    pa.field("value", pa.binary(), nullable=False),
+    pa.field("revision", pa.uint64(), nullable=False),
+    pa.field("created", pa.timestamp("us", tz="UTC"), nullable=False),
+    pa.field("operation", pa.string(), nullable=False),
+]
+BUCKET_SCHEMA: Final = pa.schema(_ENTRY_FIELDS)
+"""The columns of a bucket's entries. Keys that are not UTF-8 need ``binary`` in place of ``string``."""
+
+# An entry is a `kv.KeyValueEntry`, which this layer does not know.
+_ENTRY_COLUMNS: Final[dict[str, Callable[[Collection[Any]], Array]]] = {
+    "bucket": lambda entries: pa.array([entry.bucket.encode() for entry in entries], pa.binary()),
+    "key": lambda entries: pa.array([entry.key.encode("utf-8", "surrogateescape") for entry in entries], pa.binary()),
+    "value": lambda entries: pa.array([entry.value for entry in entries], pa.binary()),
+    "revision": lambda entries: pa.array([entry.revision for entry in entries], pa.uint64()),
+    "created": lambda entries: pa.array([entry.created for entry in entries], pa.timestamp("us", tz="UTC")),
+    "operation": lambda entries: pa.array([entry.operation.encode() for entry in entries], pa.binary()),
+}
+
+
+def entry_column(name: str, entries: Collection[Any]) -> Array:
+    """Return a column of key-value entries; texts are ``binary``, which holds every key."""
+    return _ENTRY_COLUMNS[name](entries)
 
 
 _LINES: Final = 9  # into which a usual header block is cut: what is stored, six lines, and the empty line as two

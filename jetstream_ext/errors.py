@@ -43,7 +43,6 @@ from typing import Any, Final, Literal
 
 import nats.errors
 import nats.js.errors
-from typing_extensions import override
 
 from jetstream_ext.text import printable
 from jetstream_ext.types import BatchAck, IngestReport
@@ -124,20 +123,16 @@ class JetStreamExtError(nats.errors.Error):
     def __post_init__(self) -> None:
         self.args: tuple[Any, ...] = (self.message,) if self.message else ()  # repr and pickling use them
 
-    @override
     def __str__(self) -> str:
         return printable(self.message) or type(self).__name__
 
     # By identity: nats-py's API errors compare fields and have no hash.
-    @override
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    @override
     def __hash__(self) -> int:
         return id(self)
 
-    @override
     def __reduce__(self) -> tuple[Any, ...]:
         # BaseException's pickling drops the cause.
         state = dict(self.__dict__)
@@ -203,7 +198,6 @@ class MessageNotFoundError(JetStreamExtError, nats.js.errors.NotFoundError):
     description: str = field(default="", init=False)
     seq: int | None = field(default=None, init=False)
 
-    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         self.description = self.message
@@ -219,7 +213,6 @@ class BadRequestError(JetStreamExtError, nats.js.errors.BadRequestError):
     err_code: int | None = field(default=None, init=False)
     seq: int | None = field(default=None, init=False)
 
-    @override
     def __post_init__(self) -> None:
         self.message: str = self.message or self.description
         self.description = self.description or self.message
@@ -324,7 +317,6 @@ class BadSubjectError(JetStreamExtError, nats.errors.BadSubjectError, ValueError
 class BadHeaderError(JetStreamExtError, nats.errors.BadHeaderError, ValueError):
     """A header is invalid, or one that only the library may set; nothing was sent."""
 
-    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         self.key: str = self.message  # nats-py's field
@@ -418,7 +410,6 @@ class BatchOutcomeUnknownError(BatchError):
 class NoStreamError(BatchError, nats.js.errors.NoStreamResponseError):
     """No stream stores the subject, or its leader is away (status 503)."""
 
-    @override
     def __post_init__(self) -> None:
         super().__post_init__()
         self.description: str = self.message  # nats-py's field
@@ -527,18 +518,15 @@ class ServerError(JetStreamExtError, nats.js.errors.APIError):
     def retryable(self) -> bool:
         return self.err_code in TRANSIENT_CODES
 
-    @override
     def __init_subclass__(cls, codes: tuple[int, ...] = ()) -> None:
         super().__init_subclass__()
         SERVER_ERRORS.update(dict.fromkeys(codes, cls))
 
-    @override
     def __post_init__(self) -> None:
         self.message: str = self.message or self.description
         self.description = self.description or self.message
         super().__post_init__()
 
-    @override
     def __str__(self) -> str:
         text = JetStreamExtError.__str__(self)
         return f"{text} (error {self.err_code})" if self.err_code else text
@@ -570,7 +558,6 @@ class KeyConflictError(WrongLastSequenceError, nats.js.errors.KeyWrongLastSequen
     err_code: int | None = ErrorCode.WRONG_LAST_SEQUENCE
     outcome: Outcome = "not_stored"
 
-    @override
     def __str__(self) -> str:
         return JetStreamExtError.__str__(self)
 

@@ -109,7 +109,7 @@ LONGEST = (
     "tests/safety_net/test_waits_end.py",
     "tests/log/test_cluster.py",
     "tests/log/test_cluster.py::test_a_worker_stores_each_output_once_when_leaders_die",
-    "tests/spark/test_large_buckets.py",
+    "tests/spark/test_kv.py",
     "tests/faults/test_groups.py",
     "tests/cli/test_files.py",
     "tests/faults/test_ingest.py",

@@ -10,11 +10,10 @@ except ImportError as _error:
         "jetstream_ext.arrow needs pyarrow: pip install 'nats-jetstream-ext[arrow]'", name="pyarrow"
     ) from _error
 
-from jetstream_ext.arrow.buckets import BUCKET_SCHEMA
 from jetstream_ext.arrow.payloads import Payload
 from jetstream_ext.arrow.reading import RecordBatches, RecordBatchReader, record_batches, to_arrow
 from jetstream_ext.arrow.writing import from_arrow
-from jetstream_ext.columns import SCHEMA
+from jetstream_ext.columns import BUCKET_SCHEMA, SCHEMA
 from jetstream_ext.errors import ConversionError
 
 del _pyarrow  # not a name of this package

@@ -462,6 +462,10 @@ class Waiter:
         self.leave(keep=True)
         self.rang = False
 
+    def looked(self, when: float) -> None:
+        """Note a look of the caller that asked the server itself, at a time of the loop's clock."""
+        self._looked = when
+
     def wake(self) -> None:
         """End the pause."""
         self._woken.set()

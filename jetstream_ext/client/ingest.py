@@ -14,7 +14,6 @@ import nats.errors
 import nats.js.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
-from typing_extensions import override
 
 from jetstream_ext.client import telemetry
 from jetstream_ext.client.api import forget_stream, stream_name
@@ -224,7 +223,6 @@ class _AsyncEntries(Pump):
         super().__init__(messages)
         self._source = source
 
-    @override
     def take(self) -> Entry:
         try:
             return self._source.take(super().take())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Final, Generic, Literal, cast
 from nats.js.api import Header
 from nats.js.errors import InvalidKeyError
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT
-from typing_extensions import TypeVar
 
 from jetstream_ext.errors import ResponseError
 from jetstream_ext.protocol.direct import Block, StoredMsg, stored_block
@@ -33,11 +33,13 @@ from jetstream_ext.ttl import marker_reason
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from typing_extensions import TypeVar
+
+    T = TypeVar("T", default=bytes)  # what the values are: bytes, unless a table decodes them
+else:  # typing_extensions would take longer to import than the rest of this module
+    T = typing.TypeVar("T")
 
 Operation = Literal["PUT", "DEL", "PURGE"]
-
-T = TypeVar("T", default=bytes)
-"""What the values are: bytes, unless a table decodes them."""
 
 
 @dataclass(frozen=True, slots=True)

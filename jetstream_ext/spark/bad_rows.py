@@ -8,18 +8,19 @@ does not store it again while its stream knows the id. A task ends when its dead
 
 from __future__ import annotations
 
-from base64 import b64encode
+from binascii import b2a_base64
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final, Protocol
+from typing import Final
 from urllib.parse import quote_from_bytes
 
 import nats.errors
 import numpy as np
 from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError
+from pyspark.sql.datasource import WriterCommitMessage
 
 from jetstream_ext.client.api import gather_bounded, stream_name
 from jetstream_ext.client.base_connection import NotPermittedError
@@ -29,7 +30,7 @@ from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.protocol import dead_letters as letters
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.spark.connection import ask
-from jetstream_ext.spark.digests import DigestCounts
+from jetstream_ext.spark.digests import DIGEST, DIGEST_SIZE, DIGEST_TEXT, DigestCounts
 from jetstream_ext.spark.options import ConnectionOptions
 from jetstream_ext.spark.planning import PlanningError
 from jetstream_ext.text import get_logger
@@ -41,7 +42,6 @@ DROP: Final = "drop"
 
 _IN_FLIGHT: Final = 256
 _LOGGED: Final = 3  # bad rows that an attempt logs
-_DIGEST_SIZE: Final = 12
 
 
 class RowError(JetStreamExtError):
@@ -63,21 +63,39 @@ class BadRow:
     headers: Mapping[str, str] | None = None
 
 
-class BadRowCounts(Protocol):
-    """How many bad rows there were, and one of them."""
+@dataclass(kw_only=True)
+class TaskResult(WriterCommitMessage):
+    """What a task tells the driver about its rows: the bad ones are not among `rows` and `skipped`.
 
-    dropped: int
-    diverted: int
-    example: str
+    Attributes:
+        writer: The name of the query, or of the batch write.
+        batch: The micro-batch, or the version of the batch write.
+        attempt: Names the driver's attempt at it.
+        rows: How many rows it had, or distinct keys.
+        skipped: How many of them another attempt had stored, or change nothing.
+        dropped: How many bad rows it left out.
+        diverted: How many bad rows it stored as dead letters.
+        example: A bad row and the reason, if there is one.
+    """
+
+    writer: str
+    batch: int = 0
+    attempt: str = ""
+    rows: int = 0
+    skipped: int = 0
+    dropped: int = 0
+    diverted: int = 0
+    example: str = ""
 
 
-def log_bad_rows(where: str, batch: int, counts: Sequence[BadRowCounts]) -> None:
-    """Log a warning with the numbers of a micro-batch's bad rows, if it has any; `where` names the stream or bucket."""
-    dropped, diverted = sum(one.dropped for one in counts), sum(one.diverted for one in counts)
+def log_results(where: str, what: str, batch: int, results: Sequence[TaskResult]) -> None:
+    """Log what a micro-batch has stored, and a warning with the numbers of its bad rows, if it has any."""
+    _log.info("%s: micro-batch %d: %s", where, batch, what)
+    dropped, diverted = sum(one.dropped for one in results), sum(one.diverted for one in results)
     if dropped or diverted:
-        example = next(one.example for one in counts if one.example)
-        what = "%s: bad rows of micro-batch %d: dropped: %d, stored as dead letters: %d; for example %s"
-        _log.warning(what, where, batch, dropped, diverted, example)
+        example = next(one.example for one in results if one.example)
+        text = "%s: bad rows of micro-batch %d: dropped: %d, stored as dead letters: %d; for example %s"
+        _log.warning(text, where, batch, dropped, diverted, example)
 
 
 class BadRows:
@@ -85,10 +103,9 @@ class BadRows:
 
     Args:
         policy: `FAIL`, `DROP`, or the subject of the dead letters.
-        what: Names the stream or bucket, the partition and the micro-batch in errors and logs.
-        target: The stream or bucket that the rows are for.
-        writer: The name of the query or of the batch write.
-        batch: The micro-batch, or the version of the batch write.
+        where: The stream or bucket, for errors and logs.
+        target: The stream that the rows are for.
+        result: Names the micro-batch, and takes the numbers.
         partition: The partition.
         subject_header: The header of a dead letter for `BadRow.subject`.
     """
@@ -96,26 +113,23 @@ class BadRows:
     def __init__(
         self,
         policy: str,
+        where: str,
+        target: str,
+        result: TaskResult,
+        partition: int,
         *,
-        what: str,
-        target: str = "",
-        writer: str = "",
-        batch: int = 0,
-        partition: int = 0,
         subject_header: str = letters.SUBJECT,
     ) -> None:
-        self.dropped: int = 0
-        self.diverted: int = 0
-        self.example: str = ""  # the first of them, and why it is bad
+        self.result: TaskResult = result
         self._policy = policy
-        self._what = what
+        self._what = f"{where}, partition {partition} of micro-batch {result.batch}"
         self._subject_header = subject_header
         self._partition = partition
-        self._id = f"{writer}:{batch}:{partition}:bad"
+        self._id = f"{result.writer}:{result.batch}:{partition}:bad"
         self._origin = [
             (letters.TARGET, target),
-            (letters.WORKER, writer),
-            (letters.BATCH, str(batch)),
+            (letters.WORKER, result.writer),
+            (letters.BATCH, str(result.batch)),
             (letters.PARTITION, str(partition)),
         ]
         self._waiting: deque[BadRow] = deque()
@@ -123,7 +137,7 @@ class BadRows:
 
     @property
     def count(self) -> int:
-        return self.dropped + self.diverted
+        return self.result.dropped + self.result.diverted
 
     @property
     def waiting(self) -> int:
@@ -141,14 +155,14 @@ class BadRows:
                 f"{self._what}: row {bad.row} cannot be stored: {reason}; rows before it may be stored; correct the query, "
                 "or set the option onBadRow to drop, or to a subject for dead letters"
             )
-        if not self.example:
-            self.example = f"row {bad.row} of partition {self._partition}: {reason}"
+        if not self.result.example:
+            self.result.example = f"row {bad.row} of partition {self._partition}: {reason}"
         if self.count < _LOGGED:
             _log.warning("%s: row %d is bad (onBadRow is %s): %s", self._what, bad.row, self._policy, reason)
         if self._policy == DROP:
-            self.dropped += 1
+            self.result.dropped += 1
             return
-        self.diverted += 1
+        self.result.diverted += 1
         self._waiting.append(bad)
 
     async def send(self, context: JetStreamContext, *, patience: float = 30.0) -> None:
@@ -173,10 +187,11 @@ class BadRows:
     def _ids(self, rows: list[BadRow]) -> Iterator[str]:
         """Return an id for each row: its digest, and how often that came before in the partition."""
         digests = b"".join(map(_digest, rows))
-        before = self._seen.add(np.frombuffer(digests, f"S{_DIGEST_SIZE}"))
-        for index, count in enumerate(before.tolist()):
-            digest = b64encode(digests[index * _DIGEST_SIZE : (index + 1) * _DIGEST_SIZE]).decode()
-            yield f"{self._id}:{digest}" + (f":{count}" if count else "")
+        before = self._seen.add(np.frombuffer(digests, DIGEST)).tolist()
+        texts = b2a_base64(digests, newline=False).decode()
+        for index, count in enumerate(before):
+            text = texts[index * DIGEST_TEXT : (index + 1) * DIGEST_TEXT]
+            yield f"{self._id}:{text}" + (f":{count}" if count else "")
 
     async def _store(self, js: Context, bad: BadRow, msg_id: str, patience: float) -> None:
         """Store the dead letter of a row, without some of its data or headers if it is too large otherwise."""
@@ -222,7 +237,7 @@ class BadRows:
 
 
 def _digest(bad: BadRow) -> bytes:
-    digest = blake2b(digest_size=_DIGEST_SIZE)
+    digest = blake2b(digest_size=DIGEST_SIZE)
     texts = ["" if bad.subject is None else bad.subject]
     for pair in () if bad.headers is None else bad.headers.items():
         texts += pair
@@ -240,6 +255,15 @@ def raw_bytes(text: str) -> bytes:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError:
         return text.encode(errors="surrogatepass")
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether text can be encoded: it has no surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 async def check_dead_letters(context: JetStreamContext, connection: ConnectionOptions, policy: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -23,7 +24,6 @@ from jetstream_ext.client.base_connection import cancel
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.own_client import OwnClient, login, may_be_secret, tls_context
-from jetstream_ext.spark.application import connection_name
 from jetstream_ext.spark.options import ConnectionOptions, OptionError
 from jetstream_ext.text import get_logger, log_state, printable
 
@@ -77,7 +77,12 @@ class Lease:
         self.connection = connection
         self._loop = loop
         self._task: asyncio.Task[Any] | None = None
-        self.busy: bool = False  # whether the coroutine started last is still running
+        self._future: Future[Any] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the coroutine started last is still running."""
+        return self._future is not None and not self._future.done()
 
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         return self.start(coroutine)()
@@ -87,8 +92,13 @@ class Lease:
 
         That function raises RefusedError after a timeout if the server has refused a permission meanwhile.
         """
-        self.busy = True
-        future = asyncio.run_coroutine_threadsafe(self._work(coroutine), self._loop)
+
+        async def work() -> _Result:
+            self._task = asyncio.current_task()
+            return await coroutine
+
+        future = asyncio.run_coroutine_threadsafe(work(), self._loop)
+        self._future = future
 
         def wait() -> _Result:
             try:
@@ -99,13 +109,6 @@ class Lease:
                 raise RefusedError(f"{error}; the server said: {self.connection.client.refusal}") from error
 
         return wait
-
-    async def _work(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-        self._task = asyncio.current_task()
-        try:
-            return await coroutine
-        finally:
-            self.busy = False
 
     def abandon(self) -> None:
         """Cancel the coroutine started last, and wait until it has ended."""
@@ -140,6 +143,7 @@ class Connections:
         self._shared: dict[ConnectionOptions, WorkerConnection] = {}
         self._open: set[WorkerConnection] = set()  # also those that are not lent again
         self._closing: set[asyncio.Task[None]] = set()
+        self._opening = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         # A daemon: Spark ends its workers without notice, and the end of the process closes the sockets.
         self._thread = threading.Thread(target=self._loop.run_forever, name="jetstream-ext", daemon=True)
@@ -174,45 +178,36 @@ class Connections:
         self._loop.close()
 
     async def _take(self, options: ConnectionOptions, name: str) -> WorkerConnection:
-        connection = self._shared.get(options)
-        if connection is not None and connection.client.opened and not connection.client.is_connected:
-            self._forget(connection)
-            connection = None
-            log_state(_log, "connection", "lost", servers=",".join(options.servers))
-        if connection is None:
-            connection = self._shared[options] = WorkerConnection(options)
-            self._open.add(connection)
-        if connection.expiry is not None:
-            connection.expiry.cancel()
-            connection.expiry = None
-        connection.users += 1
-        try:
-            async with connection.opening:
-                if not connection.client.opened:
-                    await connection.open(name)
-                    log_state(_log, "connection", "opened", servers=",".join(options.servers))
-        except BaseException:
-            await self._give_back(connection, finished=False)
-            raise
-        connection.client.refusal = None
-        return connection
+        async with self._opening:
+            connection = self._shared.get(options)
+            if connection is not None and not connection.client.is_connected:
+                log_state(_log, "connection", "lost", servers=",".join(options.servers))
+                self._forget(connection)
+                connection = None
+            if connection is None:
+                connection = WorkerConnection(options)
+                await connection.open(name)
+                self._shared[options] = connection
+                self._open.add(connection)
+                log_state(_log, "connection", "opened", servers=",".join(options.servers))
+            if connection.expiry is not None:
+                connection.expiry.cancel()
+            connection.users += 1
+            connection.client.refusal = None
+            return connection
 
     async def _give_back(self, connection: WorkerConnection, finished: bool) -> None:
         connection.users -= 1
-        if not finished:
+        if not finished or self._shared.get(connection.options) is not connection:
             self._forget(connection)
-        elif connection.users == 0 and self._shared.get(connection.options) is connection:
+        elif connection.users == 0:
             connection.expiry = self._loop.call_later(self._idle, self._forget, connection)
-        else:
-            self._close_unused(connection)
 
     def _forget(self, connection: WorkerConnection) -> None:
+        """Lend a connection no more, and close it once it has no users."""
         if self._shared.get(connection.options) is connection:
             del self._shared[connection.options]
-        self._close_unused(connection)
-
-    def _close_unused(self, connection: WorkerConnection) -> None:
-        if connection.users == 0 and self._shared.get(connection.options) is not connection:
+        if connection.users == 0:
             self._open.discard(connection)
             log_state(_log, "connection", "closed", servers=",".join(connection.options.servers))
             task = self._loop.create_task(connection.client.close_quickly())
@@ -269,7 +264,6 @@ class WorkerConnection:
     def __init__(self, options: ConnectionOptions) -> None:
         self.options = options
         self.client: OwnClient = OwnClient()
-        self.opening: asyncio.Lock = asyncio.Lock()
         self.users: int = 0
         self.expiry: asyncio.TimerHandle | None = None
 
@@ -280,11 +274,9 @@ class WorkerConnection:
         return self.client.jetstream(timeout=options.timeout, **where)
 
     async def open(self, name: str) -> None:
-        self.client = OwnClient()  # nats-py cannot connect again after a failure
-        options, shown = self.options, ", ".join(self.options.servers)
-        arguments = _arguments(options) | {"name": name}
+        servers, arguments = self.options.servers, _arguments(self.options) | {"name": name}
         try:
-            await self.client.open(options.servers, shown=shown, timeout=options.timeout, **arguments)
+            await self.client.open(servers, shown=", ".join(servers), timeout=self.options.timeout, **arguments)
         except JetStreamExtError as error:
             raise ConnectError(str(error)) from error.__cause__
 
@@ -339,6 +331,39 @@ def _file(option: str, name: str) -> Path:
     if not path.is_file():
         raise OptionError(f"option {option!r}: the file {name!r} does not exist on this node; ship it with --files")
     return path
+
+
+_APPLICATION: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_YARN_CONTAINER: Final = re.compile(r"container_(?:e\d+_)?(\d+_\d+)_\d+_\d+")
+
+
+def connection_name(role: Literal["driver", "executor"], application: str | None = None) -> str:
+    """Return the name of a connection in the server's list: ``spark-<application>-<role>``.
+
+    Without an application that is given or can be found out, it is ``spark-<role>``.
+    """
+    application = application or application_id()
+    return f"spark-{application}-{role}" if application else f"spark-{role}"
+
+
+def application_id() -> str | None:
+    """Return the id of the Spark application, or None where this process cannot know it.
+
+    A task has it in its local properties. The processes that plan for the driver have no task: only Kubernetes, and YARN in
+    cluster mode, tell it to them, by environment variables.
+    """
+    from pyspark import TaskContext  # optional, and slow to import
+
+    task = TaskContext.get()
+    container = _YARN_CONTAINER.fullmatch(os.environ.get("CONTAINER_ID", ""))
+    for found in (
+        task.getLocalProperty("spark.app.id") if task is not None else None,
+        os.environ.get("SPARK_APPLICATION_ID"),
+        f"application_{container[1]}" if container else None,
+    ):
+        if found and _APPLICATION.fullmatch(found):
+            return found
+    return None
 
 
 _by_process: dict[int, Connections] = {}

@@ -9,14 +9,13 @@ the newest value that each key had at S; those after S have every change. S is i
 a restart keeps it. A key that is written again before its row is read may have no row in the snapshot: the history of the
 bucket has removed that row, and the later change follows. What a task needs to know is in the log, so neither the driver nor
 a partition holds a list of keys: with history 1, every message up to S is the newest of its key; otherwise the task asks for
-the newest message of each key in a block, as `jetstream_ext.spark.kv_parts` does.
+the newest message of each key in a block, as the batch reads of `kv` do.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nats.js import JetStreamContext
@@ -27,12 +26,10 @@ from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import StreamRecreatedError
 from jetstream_ext.kv import KeyValueEntry
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import EVERYTHING, entry_of_record, records_of
+from jetstream_ext.kv.entries import entry_of_record, records_of
 from jetstream_ext.kv.present import ProvedReader
-from jetstream_ext.protocol.direct import Block
-from jetstream_ext.spark.buckets import bucket_state, check_bucket, record_batches
+from jetstream_ext.spark.buckets import bucket_state, check_bucket, entries_of, newest_rows, record_batches
 from jetstream_ext.spark.connection import connected, run_on_driver
-from jetstream_ext.spark.kv_parts import newest_rows
 from jetstream_ext.spark.options import FeedOptions
 from jetstream_ext.spark.planning import state_of
 from jetstream_ext.spark.ranges import SequenceRange
@@ -89,22 +86,13 @@ def read_changes(options: FeedOptions, schema: StructType, part: SequenceRange |
             yield from record_batches(schema, some)
 
 
-def _messages(bucket: Bucket, options: FeedOptions, part: SequenceRange) -> AsyncGenerator[Block, None]:
-    """Yield the messages of a range that match; if all keys do, those on subjects that are no keys may be among them."""
-    if options.keys == (EVERYTHING,) and not part.on_server:
-        part = replace(part, filters=())  # the caller looks at each subject anyway
-    return matching_messages(bucket.js, options.read, part)
-
-
 async def _changes(
     bucket: Bucket, options: FeedOptions, part: SequenceRange
 ) -> AsyncGenerator[list[KeyValueEntry], None]:
     """Yield every change in a range, a block at a time."""
-    key_of = bucket.subjects().key_of
-    async with aclosing(_messages(bucket, options, part)) as blocks:
+    async with aclosing(matching_messages(bucket.js, options.read, part)) as blocks:
         async for block in blocks:
-            rows = [(key_of(name), record) for name, record in records_of(block)]
-            yield [entry_of_record(bucket.name, key, record) for key, record in rows if key is not None]
+            yield [entry_of_record(bucket.name, bucket.key(name), record) for name, record in records_of(block)]
 
 
 async def _snapshot(
@@ -114,15 +102,11 @@ async def _snapshot(
     state = await same_stream(bucket.js, options.read, part)
     if state is None:
         return
-    rows = newest_rows(
-        bucket, ProvedReader(bucket, part.snapshot), _messages(bucket, options, part), state,
-        last=part.last, revision=part.snapshot, key_of=bucket.subjects().key_of,
-    )  # fmt: skip
+    source, blocks = ProvedReader(bucket, part.snapshot), matching_messages(bucket.js, options.read, part)
     try:
-        async with aclosing(rows) as blocks:
-            async for records in blocks:
-                entries = [entry_of_record(bucket.name, key, record) for key, record in records.items()]
-                yield [entry for entry in entries if options.include_deleted or entry.operation == "PUT"]
+        async with aclosing(newest_rows(bucket, source, blocks, state, part, bucket.subjects())) as rows:
+            async for some in rows:
+                yield entries_of(bucket, some, deleted=options.include_deleted)
     except StreamRecreatedError:
         if await same_stream(bucket.js, options.read, part) is not None:
             raise

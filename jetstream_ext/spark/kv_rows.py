@@ -7,21 +7,20 @@ to store. The values are in memory up to some size, and then in a temporary file
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
-from itertools import repeat
-from tempfile import SpooledTemporaryFile
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count, repeat
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 from nats.js.errors import InvalidKeyError
 from pyspark.sql.types import StructType
 
 from jetstream_ext.kv.commit import Staged
-from jetstream_ext.kv.entries import Operation, check_key
+from jetstream_ext.kv.entries import Operation, check_key, check_keys
 from jetstream_ext.spark.bad_rows import BadRow, BadRows
 from jetstream_ext.spark.options import KvWriteOptions, OptionError
-from jetstream_ext.spark.row_sizes import RowSizes
-from jetstream_ext.spark.rows import find_columns
+from jetstream_ext.spark.rows import RowSizes, find_columns, payloads, values
 from jetstream_ext.spark.ttls import parse_ttl
 from jetstream_ext.text import did_you_mean
 from jetstream_ext.types import TTL, Entry
@@ -46,35 +45,23 @@ _SYNONYMS: Final = {
 }
 _OPERATIONS: Final = ("PUT", "DEL", "PURGE")
 _OTHER_WORDS: Final = {"delete": "DEL", "remove": "DEL", "update": "PUT", "upsert": "PUT"}
-_MEMORY: Final = 64 << 20  # bytes of values, the replaced ones included
+_MEMORY: Final = 64 << 20  # bytes of values
 _LONGEST_KEY: Final = 3800  # a server closes the connection after a line of more than 4096 bytes
-DIGEST_SIZE: Final = 12
-"""The number of bytes of a key's digest."""
 
 
-def digest_of(key: str) -> bytes:
-    return blake2b(key.encode(), digest_size=DIGEST_SIZE).digest()
-
-
-@dataclass(frozen=True, slots=True)
-class KeyWrite:
+class KeyWrite(NamedTuple):
     """What a micro-batch does to a key, and the row that says so."""
 
     key: str
-    value: bytes = field(repr=False)
-    what: Staged = field(repr=False)  # without the value
+    value: bytes
+    what: Staged  # without the value
     row: int  # the index in its partition
     partition: int
 
-    @property
-    def size(self) -> int:
-        return len(self.key) + len(self.value)
-
     def message(self, prefix: str) -> Entry:
-        what = self.what
-        if what.operation == "PUT" and what.ttl is None and what.expected is None:
+        if self.what is _PUT or self.what == _PUT:
             return prefix + self.key, self.value  # a batch takes most time for messages with options
-        return replace(what, value=self.value).message(prefix + self.key)
+        return replace(self.what, value=self.value).message(prefix + self.key)
 
 
 _PUT: Final = Staged("PUT")  # what most rows do
@@ -111,49 +98,40 @@ class KvRowReader:
     """Turns the rows of a partition into writes of keys, in order; `bad` decides about rows that cannot be one."""
 
     def __init__(
-        self, columns: KvColumns, options: KvWriteOptions, values: RowSizes, with_options: RowSizes, bad: BadRows
+        self, columns: KvColumns, options: KvWriteOptions, plain: RowSizes, with_options: RowSizes, bad: BadRows
     ) -> None:
         self._columns = columns
         self._options = options
         self._bad = bad
-        self._values = values  # the limits for values without a TTL and an expected revision
+        self._plain = plain  # the limits for values without a TTL and an expected revision
         self._with_options = with_options
         self._row = 0
 
-    def from_arrow(self, batch: RecordBatch) -> Iterator[_Row]:
-        def values(index: int | None) -> Iterable[Any]:
-            return repeat(None, batch.num_rows) if index is None else batch.column(index).to_pylist()
+    def read(self, batch: RecordBatch) -> Iterable[_Row]:
+        def column(index: int | None) -> list[Any] | None:
+            found: Any = None if index is None else batch.column(index)
+            return None if found is None or found.null_count == batch.num_rows else values(found)
 
-        columns = self._columns
-        return self._writes(
-            zip(
-                values(columns.key),
-                values(columns.value),
-                values(columns.operation),
-                values(columns.ttl),
-                values(columns.expected),
-                strict=True,
-            )
-        )
+        columns, begin = self._columns, self._row
+        self._row += batch.num_rows
+        keys = values(batch.column(columns.key))
+        given = [b""] * len(keys) if columns.value is None else payloads(batch.column(columns.value))
+        what = column(columns.operation), column(columns.ttl), column(columns.expected)
+        if not any(what) and self._options.ttl is None and max(map(len, given), default=0) <= self._plain.of_data:
+            with suppress(InvalidKeyError, TypeError):  # `_checked` finds out which row it is
+                if max(map(len, check_keys(keys)), default=0) <= _LONGEST_KEY:
+                    return zip(keys, given, repeat(_PUT), count(begin), strict=False)
+        return self._checked(zip(count(begin), keys, given, *(one or repeat(None) for one in what), strict=False))
 
-    def from_rows(self, rows: Iterable[Any]) -> Iterator[_Row]:
-        """As `from_arrow`, for rows that Spark passes one by one."""
-        columns = self._columns
-        places = (columns.key, columns.value, columns.operation, columns.ttl, columns.expected)
-        return self._writes(tuple(None if place is None else row[place] for place in places) for row in rows)
-
-    def _writes(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[_Row]:
-        for key, given, operation, ttl, expected in rows:
-            value = b""
+    def _checked(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[_Row]:
+        for row, key, value, *what in rows:
             try:
-                value = _bytes_of(given)
-                what = self._staged(key, value, operation, ttl, expected)
+                staged = self._staged(key, value, *what)
             except (ValueError, InvalidKeyError) as error:
                 reason = error.description if isinstance(error, InvalidKeyError) else str(error)
-                self._bad.add(BadRow(self._row, reason or str(error), key, value))
+                self._bad.add(BadRow(row, reason or str(error), key, value))
             else:
-                yield key, value, what, self._row
-            self._row += 1
+                yield key, value, staged, row
 
     def _staged(self, key: Any, value: bytes, operation: Any, ttl: Any, expected: Any) -> Staged:
         """Return what a row does to its key; raise ValueError or InvalidKeyError if it is bad."""
@@ -174,29 +152,19 @@ class KvRowReader:
             raise ValueError(f"its expectedRevision {expected} is negative")
         lives: TTL | None = None
         if ttl is not None:
-            lives = parse_ttl(ttl)
+            try:
+                lives = parse_ttl(ttl)
+            except ValueError as error:
+                raise ValueError(f"its ttl is invalid: {error}") from None
             if operation == "DEL":
                 raise ValueError("its operation is DEL, which has no TTL; set ttl to null, or use PURGE")
         elif operation == "PUT":
             lives = self._options.ttl
         plain = operation == "PUT" and lives is None and expected is None
-        sizes = self._values if plain else self._with_options
-        if len(value) > sizes.of_data:
-            raise ValueError(sizes.problem(value, None, None))
-        if plain:
-            return _PUT
-        return Staged(cast("Operation", operation), b"", lives, expected, creates=expected == 0)
-
-
-def _bytes_of(given: Any) -> bytes:
-    if given is None:
-        return b""
-    if isinstance(given, str):
-        try:
-            return given.encode()
-        except UnicodeEncodeError:
-            raise ValueError("its value has half of a surrogate pair, which UTF-8 cannot encode") from None
-    return bytes(given)
+        sizes = self._plain if plain else self._with_options
+        if len(value) > sizes.of_data and (problem := sizes.problem(value, None)):
+            raise ValueError(problem)
+        return _PUT if plain else Staged(cast("Operation", operation), b"", lives, expected, creates=expected == 0)
 
 
 class LastRows:
@@ -204,41 +172,49 @@ class LastRows:
 
     def __init__(self, partition: int) -> None:
         self._partition = partition
-        self._values = SpooledTemporaryFile(max_size=_MEMORY)  # noqa: SIM115 - `close` closes it
-        self._end = 0  # of the values
-        self._rows: dict[str, tuple[int, int, Staged, int]] = {}  # where the value is, its size, and the rest
+        self._rows: dict[str, tuple[bytes | range, Staged, int]] = {}  # the value, or where it is in the file
+        self._file: IO[bytes] | None = None
+        self._in_memory = 0  # bytes of values
         self.size: int = 0  # the bytes of the keys and their values
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, key: str, value: bytes, what: Staged, row: int) -> None:
-        """Take the next row of the partition."""
-        earlier = self._rows.pop(key, None)
-        self.size += len(value) + (len(key) if earlier is None else -earlier[1])
-        self._rows[key] = self._end, len(value), what, row
-        self._values.write(value)
-        self._end += len(value)
-        if self._end > max(_MEMORY, 2 * self.size):
-            self._remove_replaced()
+    def add(self, rows: Iterable[_Row]) -> None:
+        """Take the next rows of the partition."""
+        taken, size, in_memory = self._rows, self.size, self._in_memory
+        for key, value, what, row in rows:
+            earlier = taken.pop(key, None)
+            taken[key] = value, what, row
+            size += len(value)
+            in_memory += len(value)
+            if earlier is None:
+                size += len(key)
+            else:
+                size -= len(earlier[0])
+                in_memory -= len(earlier[0]) if isinstance(earlier[0], bytes) else 0
+            if in_memory > _MEMORY:
+                self._move_to_file()
+                in_memory = 0
+        self.size, self._in_memory = size, in_memory
 
-    def _remove_replaced(self) -> None:
-        """Copy the values that are still needed, so that the file of a few keys with many rows stays small."""
-        before, self._values, self._end = self._values, SpooledTemporaryFile(max_size=_MEMORY), 0  # noqa: SIM115
-        with before:
-            for key, (start, size, what, row) in self._rows.items():
-                before.seek(start)
-                self._values.write(before.read(size))
-                self._rows[key] = self._end, size, what, row
-                self._end += size
+    def _move_to_file(self) -> None:
+        self._file = self._file or TemporaryFile()  # noqa: SIM115 - `close` closes it
+        end = self._file.seek(0, 2)
+        for key, (value, what, row) in self._rows.items():
+            if isinstance(value, bytes):
+                self._file.write(value)
+                self._rows[key] = range(end, end + len(value)), what, row
+                end += len(value)
 
     def __iter__(self) -> Iterator[KeyWrite]:
-        at = -1
-        for key, (start, size, what, row) in self._rows.items():
-            if start != at:
-                self._values.seek(start)
-            yield KeyWrite(key, self._values.read(size), what, row, self._partition)
-            at = start + size
+        for key, (value, what, row) in self._rows.items():
+            if isinstance(value, range):
+                assert self._file is not None
+                self._file.seek(value.start)
+                value = self._file.read(len(value))
+            yield KeyWrite(key, value, what, row, self._partition)
 
     def close(self) -> None:
-        self._values.close()
+        if self._file is not None:
+            self._file.close()

@@ -68,12 +68,13 @@ class JetStreamKvDataSource(DataSource):
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         from jetstream_ext.spark.kv_sink import JetStreamKvWriter
 
+        options = KvWriteOptions.parse(self.options, streaming=False)
         if overwrite:
             raise OptionError(
                 "mode 'overwrite' is not supported: the sink writes the keys of its rows, and leaves all other keys as they are; "
                 "use .mode('append')"
             )
-        return JetStreamKvWriter(KvWriteOptions.parse(self.options, streaming=False), schema)
+        return JetStreamKvWriter(options, schema)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 - Spark's name
         from jetstream_ext.spark.kv_sink import JetStreamKvStreamWriter

@@ -1,8 +1,9 @@
 """The options of both formats, parsed and checked before anything is connected.
 
-An option that would have no effect is an error. Credentials are references (a file, an environment variable) that each
-worker resolves for itself, so that no secret travels in a plan. Errors and representations never repeat the value of an
-option that may hold a secret.
+Each option is declared once, in the class of the use that has it: its names, how its value is parsed, its default, and
+where it applies. An option that would have no effect is an error. Credentials are references (a file, an environment
+variable) that each worker resolves for itself, so that no secret travels in a plan. Errors and representations never
+repeat the value of an option that may hold a secret.
 
 A start is the first sequence that is read, an end the last one (both inclusive). By time, a read covers what was stored
 from ``startingTime`` on and before ``endingTime``, so that ``[t0, t1)`` and ``[t1, t2)`` do not overlap.
@@ -12,11 +13,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from datetime import datetime
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Literal, NamedTuple, NoReturn, Self, TypeAlias
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.subjects import (
@@ -28,7 +28,7 @@ from jetstream_ext.protocol.subjects import (
     covers,
 )
 from jetstream_ext.servers import parse_servers
-from jetstream_ext.spark.ttls import parse_ttl, ttl_text
+from jetstream_ext.spark.ttls import parse_duration, parse_ttl, ttl_text
 from jetstream_ext.text import did_you_mean
 from jetstream_ext.types import TTL
 
@@ -38,126 +38,208 @@ Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
 _SIZE_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 MOST_PARTITIONS: Final = 100_000
 """The largest number of partitions of a read: Spark keeps all of them in the memory of its driver."""
-# A batch of the server has at most 1000 messages, one of which is the marker.
-_MAX_TRANSACTION_ROWS: Final = 999
-# For a bucket, another one may have to carry the fence.
-_MAX_KEY_WRITES: Final = 998
+# A batch of the server has at most 1000 messages, two of which may be the sink's own.
+_MAX_TRANSACTION_ROWS: Final = 998
 # Options that users will try; the value is a secret and must appear nowhere.
 _INLINE_SECRETS: Final = {
-    "password": "passwordEnv",
-    "pass": "passwordEnv",
+    **dict.fromkeys(("password", "pass"), "passwordEnv"),
+    **dict.fromkeys(("creds", "credentials"), "credsFile"),
+    **dict.fromkeys(("nkey", "seed"), "nkeyFile"),
     "token": "tokenEnv",
-    "creds": "credsFile",
-    "credentials": "credsFile",
-    "nkey": "nkeyFile",
-    "seed": "nkeyFile",
 }
+_EXCLUSIVE: Final = (
+    ("domain", "apiPrefix"),
+    ("credsFile", "nkeyFile", "user", "tokenEnv"),
+    *(("streamPattern", name) for name in ("stream", "path", "paths")),
+    ("writeId", "txnAppId"),
+    ("perMicroBatch", "txnAppId"),
+)
+_TOGETHER: Final = (("user", "passwordEnv"), ("tlsCert", "tlsKey"), ("txnAppId", "txnVersion"))
+# What load(), save(), a checkpoint and a query name become: options whose names no error suggests.
+_OF_SPARK: Final = frozenset({"path", "paths", "checkpointLocation", "queryName"})
+_NO_TABLES: Final = (
+    "a table of Spark's catalog does not pass its options on (CREATE TABLE … USING, INSERT INTO, saveAsTable or toTable "
+    "without options): use load(), save(), start(), or CREATE TEMPORARY VIEW … USING {} OPTIONS (…)"
+)
 
-_Value = TypeVar("_Value")
+_Parser: TypeAlias = Callable[[str], Any]
 
 
 class OptionError(ValueError):
     """An option is missing, unknown, malformed or in conflict with another; the text names it and the fix."""
 
 
-class OptionReader:
-    """Looks up options by name, whatever their case, and parses their values. Each problem raises OptionError.
+# -- declarations -------------------------------------------------------------------------------------------------
 
-    `known` are the options of this use, `elsewhere` those of another use and what to say about them. The error about any
-    other option does not repeat its value, which may be a secret.
+
+class Option(NamedTuple):
+    """A setting: the options that set it, of which one may be given, each with its parser."""
+
+    parsers: Mapping[str, _Parser]
+    default: Any
+    only: str  # "batch" or "streaming"; "": both
+    instead: str  # what to do where it does not apply
+    required: str  # how to give it; "": it need not be given
+
+
+def _option(
+    *, default: Any = None, only: str = "", instead: str = "leave it out", required: str = "", **parsers: _Parser
+) -> Any:
+    return Option(parsers, default, only, instead, required)
+
+
+class Options:
+    """The options of one use, as attributes: those that are declared with `_option`, and `connection`.
+
+    Not a dataclass, which takes a millisecond to make in each of the processes that Spark starts.
     """
 
-    def __init__(self, options: Mapping[str, str], known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
+    use: ClassVar[str] = ""
+    when: ClassVar[str] = ""  # "batch" or "streaming"; "": both
+    declared: ClassVar[dict[str, Option]] = {}
+
+    def __init_subclass__(cls, use: str = "", when: str = "") -> None:
+        cls.use, cls.when = use or cls.use, when
+        cls.declared = {name: value for name, value in vars(cls).items() if isinstance(value, Option)} | cls.declared
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update({name: option.default for name, option in self.declared.items()} | values)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+    def __repr__(self) -> str:
+        given = (name for name, option in self.declared.items() if getattr(self, name) != option.default)
+        return f"{type(self).__name__}({', '.join(given)})"  # no values: some may be secrets
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str], *, streaming: bool | None = False) -> Self:
+        """Return the options, checked together; `streaming` is None where that is not known yet."""
+        given = Given(options, cls, streaming)
+        connection = ConnectionOptions(**given.values(ConnectionOptions))
+        parsed = cls(connection=connection, **given.values(cls))
+        parsed.check(given, streaming=streaming)
+        return parsed
+
+    def check(self, given: Given, *, streaming: bool | None) -> None:
+        """Raise OptionError if the options do not fit together."""
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of the options, without those that Spark makes of its own arguments."""
+        return [name for option in cls.declared.values() for name in option.parsers if name not in _OF_SPARK]
+
+
+class Given:
+    """The options that are given, by name, whatever their case. Each problem raises OptionError.
+
+    The error about an unknown option does not repeat its value, which may be a secret.
+    """
+
+    def __init__(self, options: Mapping[str, str], kind: type[Options], streaming: bool | None) -> None:
         self._options = {name.lower(): value for name, value in options.items()}
-        known = [name for name in known if name not in elsewhere]
-        names = {name.lower(): name for name in (*known, "path", "paths")}  # the last two are arguments of load()
-        reasons = {name.lower(): reason for name, reason in elsewhere.items()}
-        for name in self._options.keys() - names.keys():
-            if name in reasons:
-                self.fail(name, reasons[name])
-            if name in _INLINE_SECRETS:
-                self.fail(name, f"secrets are given by reference; use {_INLINE_SECRETS[name]!r}")
-            hint = did_you_mean(name, known).removeprefix("; ") or f"the options are: {', '.join(known)}"
-            self.fail(name, f"unknown option; {hint}")
+        self._format, kinds = next((name, kinds) for name, kinds in _FORMATS.items() if kind in kinds)
+        if "provider" in self._options:  # of CREATE TABLE, for which Spark asks for the columns
+            raise OptionError(_NO_TABLES.format(self._format))
+        when = None if streaming is None else kind.when or ("streaming" if streaming else "batch")
+        every = [(one, option) for one in kinds for option in one.declared.values()]
+
+        if when is None:
+            here = [option for one, option in every if one.use in ("", kind.use)]
+        else:
+            here = [option for one, option in every if one in (kind, ConnectionOptions) and option.only in ("", when)]
+        names = {name.lower(): name for option in here for name in option.parsers}
+        for name in (name for name in self._options if name not in names):
+            found = [(spelt, one, option) for one, option in every for spelt in option.parsers if spelt.lower() == name]
+            if found:
+                self.fail(found[0][0], _elsewhere(*(each[1:] for each in found)))
+            self.fail(name, _unknown(name, names.values()))
+        self._names = {names[name] for name in self._options}  # as they are documented
+        for group in _EXCLUSIVE:
+            self.exclude(*group)
+        for pair in _TOGETHER:
+            for one, other in (pair, pair[::-1]):
+                if one in self._names and other not in self._names:
+                    self.fail(one, f"it needs {other!r} as well")
 
     def __contains__(self, name: str) -> bool:
-        return name.lower() in self._options
+        return name in self._names
 
     def fail(self, name: str, problem: str) -> NoReturn:
         raise OptionError(f"option {name!r}: {problem}")
 
     def exclude(self, *names: str) -> None:
         """Refuse more than one of `names`."""
-        given = [name for name in names if name in self]
-        if len(given) > 1:
-            self.fail(given[0], f"it cannot be combined with {given[1]!r}; give one of them")
+        if len(self._names.intersection(names)) > 1:
+            first, *more = [name for name in names if name in self._names]
+            what = "the argument of load() or save()" if more[0] in _OF_SPARK else repr(more[0])
+            self.fail(first, f"it cannot be combined with {what}; give one of them")
 
-    def pair(self, one: str, other: str) -> None:
-        """Refuse one of two options without the other."""
-        for name, needed in ((one, other), (other, one)):
-            if name in self and needed not in self:
-                self.fail(name, f"it needs {needed!r} as well")
+    def require(self, name: str, how: str) -> NoReturn:
+        """Say that an option is missing, and `how` to give it."""
+        hint = f"; {_NO_TABLES.format(self._format)}" if not self._options else ""
+        self.fail(name, f"it is missing; give {how}{hint}")
 
-    def get(self, name: str, parse: Callable[[str], _Value], default: _Value) -> _Value:
-        """Return the parsed value of an option; a ValueError of `parse` becomes an OptionError about it."""
-        text = self._options.get(name.lower())
-        if text is None:
-            return default
+    def values(self, kind: type[Options]) -> dict[str, Any]:
+        """Return the values of the settings that `kind` declares."""
+        return {name: self._value(option) for name, option in kind.declared.items()}
+
+    def _value(self, option: Option) -> Any:
+        if self._names.isdisjoint(option.parsers):
+            if option.required:
+                self.require(next(iter(option.parsers)), option.required)
+            return option.default
+        found = {name: self._parse(name, parse) for name, parse in option.parsers.items() if name in self._names}
+        first, *more = found.values()
+        if more != [first] or not _OF_SPARK.intersection(found):  # option() and load() may say the same
+            self.exclude(*found)
+        return first
+
+    def _parse(self, name: str, parse: _Parser) -> Any:
         try:
-            return parse(text)
+            return parse(self._options[name.lower()])
         except (ValueError, BadSubjectError) as error:
             raise OptionError(f"option {name!r}: {error}") from None
 
-    def values(self, kind: type) -> dict[str, Any]:
-        """Return the values of the fields that `kind` declares with `_option`."""
-        return {
-            each.name: self.get(each.metadata["option"], each.metadata["parse"], each.default)
-            for each in fields(kind)
-            if each.metadata
-        }
 
-    def get_bucket(self, how: str) -> str:
-        """Return the name of the bucket; `how` says how one is given."""
-        bucket = self.get("bucket", _bucket, "") or self.get("path", _bucket, "")
-        if not bucket:
-            self.fail("bucket", f"it is missing; give the name of one bucket, {how}")
-        return bucket
-
-    def get_streams(self) -> tuple[str, ...]:
-        """Return the names of the streams, from the option `stream` or the arguments of ``load``."""
-        check = partial(check_name, what="stream name")
-        absent: tuple[str, ...] = ()
-        streams = self.get("stream", _names(check), absent)
-        listed = self.get("paths", lambda text: _unique(json.loads(text), check), absent)
-        loaded = self.get("path", _names(check), listed)
-        if streams and loaded and streams != loaded:
-            self.fail("stream", f"it says {','.join(streams)}, but load() says {','.join(loaded)}; give one of them")
-        if not streams and not loaded:
-            self.fail("stream", "it is missing; give the name of the stream, here or as in load('ORDERS')")
-        return streams or loaded
+def _unknown(name: str, names: Iterable[str]) -> str:
+    """Return what to say about an option that no use has; `names` are those that apply."""
+    if name in _INLINE_SECRETS:
+        return f"secrets are given by reference; use {_INLINE_SECRETS[name]!r}"
+    known = [name for name in names if name not in _OF_SPARK]
+    hint = did_you_mean(name, known).removeprefix("; ") or f"the options are: {', '.join(known)}"
+    return f"unknown option; {hint}"
 
 
-def _option(name: str, parse: Callable[[str], Any], default: Any = None) -> Any:
-    """Declare a field: the option that sets it, how the option is parsed, and the value if it is not given."""
-    return field(default=default, metadata={"option": name, "parse": parse})
-
-
-def _declared(kind: type) -> list[str]:
-    return [each.metadata["option"] for each in fields(kind) if each.metadata]
+def _elsewhere(*found: tuple[type[Options], Option]) -> str:
+    """Return what to say about an option that other uses have."""
+    scopes = {option.only or kind.when for kind, option in found}
+    scope = scopes.pop() if len(scopes) == 1 else ""
+    kind, option = found[0]
+    return f"it applies only to {f'{scope} {kind.use}'.strip()}; {option.instead}"
 
 
 # -- values -------------------------------------------------------------------------------------------------------
 
 
-def _unique(names: Iterable[str], check: Callable[[str], None]) -> tuple[str, ...]:
-    unique = tuple(dict.fromkeys(names))
-    for name in unique:
+def _json(text: str, **how: Any) -> Any:
+    try:
+        return json.loads(text, **how)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{text[:1024]!r} is not valid JSON: {error}") from None
+
+
+def _names(check: Callable[[str], None], text: str) -> tuple[str, ...]:
+    """Parse names with commas between them, or a JSON list, in which a name may have a comma."""
+    names = _json(text) if text.lstrip().startswith("[") else [part.strip() for part in text.split(",")]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f'{text[:1024]!r} is not a JSON list of texts, such as ["orders.eu", "orders.us"]')
+    for name in names:
         check(name)
-    return unique
-
-
-def _names(check: Callable[[str], None]) -> Callable[[str], tuple[str, ...]]:
-    return lambda text: _unique((part.strip() for part in text.split(",")), check)
+    return tuple(dict.fromkeys(names))
 
 
 def _text(text: str) -> str:
@@ -166,26 +248,14 @@ def _text(text: str) -> str:
     return text.strip()
 
 
-def _text_checked_by(check: Callable[[str], None]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        text = _text(text)
-        check(text)
-        return text
-
-    return parse
+def _subject(text: str) -> str:
+    check_subject(_text(text))
+    return text.strip()
 
 
-def _text_like(pattern: str, what: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        text = text.strip()
-        if not re.fullmatch(pattern, text):
-            raise ValueError(f"{text!r} is not {what}")
-        return text
-
-    return parse
-
-
-_subject = _text_checked_by(check_subject)
+def _domain(text: str) -> str:
+    check_name(_text(text), what="domain")
+    return text.strip()
 
 
 def _bad_row_policy(text: str) -> str:
@@ -194,44 +264,40 @@ def _bad_row_policy(text: str) -> str:
     return word if word in ("fail", "drop") else _subject(text)
 
 
-_bucket = _text_like(r"[A-Za-z0-9_-]+", "a valid bucket name (characters of A-Z, a-z, 0-9, _ and -)")
-_application_id = _text_like(r"[A-Za-z0-9_.-]{1,128}", "1 to 128 characters of A-Z, a-z, 0-9, _, . and -")
-_write_id = _text_like(r"[A-Za-z0-9_-]{1,64}", "1 to 64 characters of A-Z, a-z, 0-9, _ and -")
+def _like(pattern: str, what: str, text: str) -> str:
+    if not re.fullmatch(pattern, text.strip()):
+        raise ValueError(f"{text.strip()!r} is not {what}")
+    return text.strip()
 
 
-def _version(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,18}", text.strip()):
-        raise ValueError(f"{text!r} is not an integer of at least 0")
+_stream_names = partial(_names, partial(check_name, what="stream name"))
+_filters = partial(_names, check_filter)
+_bucket = partial(_like, r"[A-Za-z0-9_-]+", "a valid bucket name (characters of A-Z, a-z, 0-9, _ and -)")
+_application_id = partial(_like, r"[A-Za-z0-9_.-]{1,128}", "1 to 128 characters of A-Z, a-z, 0-9, _, . and -")
+_write_id = partial(_like, r"[A-Za-z0-9_-]{1,64}", "1 to 64 characters of A-Z, a-z, 0-9, _ and -")
+
+
+def _one_stream(text: str) -> str:
+    stream, *more = _stream_names(text)
+    if more:
+        raise ValueError(f"a write goes to one stream, not to {', '.join((stream, *more))}")
+    return stream
+
+
+def _integer(text: str, least: int = 1, most: int = 10**18, because: str = "") -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or int(text) < least:
+        raise ValueError(f"{text!r} is not an integer of at least {least}")
+    if int(text) > most:
+        raise ValueError(f"{int(text)} is more than {most}{because}")
     return int(text)
 
 
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or not int(text):
-        raise ValueError(f"{text!r} is not an integer of at least 1")
-    return int(text)
-
-
-def _partitions(text: str) -> int:
-    number = _positive(text)
-    if number > MOST_PARTITIONS:
-        raise ValueError(f"{number} is more than {MOST_PARTITIONS}, which is the most that a read can have")
-    return number
-
-
-def _transaction_rows(most: int, others: str) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        rows = _positive(text)
-        if rows > most:
-            raise ValueError(
-                f"{rows} is more than {most}: by default servers accept 1000 messages in one batch, and {others}"
-            )
-        return rows
-
-    return parse
-
-
-_rows_and_a_marker = _transaction_rows(_MAX_TRANSACTION_ROWS, "one is the marker")
-_key_writes = _transaction_rows(_MAX_KEY_WRITES, "two are the sink's own")
+_partitions = partial(_integer, most=MOST_PARTITIONS, because=", which is the most that a read can have")
+_transaction_rows = partial(
+    _integer,
+    most=_MAX_TRANSACTION_ROWS,
+    because=": by default servers accept 1000 messages in one batch, and two are the sink's own",
+)
 
 
 def _size(text: str) -> int:
@@ -242,41 +308,38 @@ def _size(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 3600:
-        raise ValueError(f"{text!r} is not a number of seconds over 0 and up to 3600")
+    value = parse_duration(text)
+    if value is None or not 0 < value <= 3600:
+        raise ValueError(f"{text!r} is not a number of seconds, or a duration such as 500ms, over 0 and up to one hour")
     return value
 
 
 def _delay(text: str) -> float:
-    """Parse a duration as Spark and Kafka's source write it: ``15m``, ``90s``, ``500ms``, ``1h``."""
-    match = re.fullmatch(r"([0-9]{1,9})(ms|s|m|min|h)", text.strip().lower())
-    if match is None:
+    value = parse_duration(text)
+    if value is None or text.strip()[-1].isdigit():  # Kafka's source takes a bare number for milliseconds
         raise ValueError(f"{text!r} is not a duration such as 500ms, 90s, 15m or 1h")
-    return int(match[1]) * {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}[match[2]]
+    return value
 
 
 def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(_text(text))
-    except re.error as error:
-        raise ValueError(f"{text!r} is not a regular expression: {error}") from None
+    except (re.error, RecursionError) as error:
+        raise ValueError(f"{text[:1024]!r} is not a regular expression: {error}") from None
 
 
-def _choice(**values: _Value) -> Callable[[str], _Value]:
-    def parse(text: str) -> _Value:
-        word = text.strip().lower()
-        if word not in values:
-            raise ValueError(f"{text!r} is not one of {', '.join(values)}{did_you_mean(text.strip(), values)}")
-        return values[word]
-
-    return parse
+def _choice(values: Mapping[str, Any], text: str) -> Any:
+    word = text.strip().lower()
+    if word not in values:
+        raise ValueError(f"{text!r} is not one of {', '.join(values)}{did_you_mean(text.strip(), values)}")
+    return values[word]
 
 
-_boolean = _choice(true=True, false=False)
+def _words(*words: str) -> _Parser:
+    return partial(_choice, dict(zip(words, words, strict=True)))
+
+
+_boolean = partial(_choice, {"true": True, "false": False})
 
 
 def _servers(text: str) -> tuple[str, ...]:
@@ -293,11 +356,20 @@ def _time(value: Any) -> datetime:
     example = "2026-01-31T13:45:00Z"
     try:
         when = datetime.fromisoformat(value.strip())
-    except (AttributeError, ValueError):
+        if when.tzinfo is not None:
+            when.astimezone(UTC)  # raises OverflowError before the year 1 and after 9999
+    except (AttributeError, ValueError, OverflowError):
         raise ValueError(f"{value!r} is not an RFC 3339 time such as {example}") from None
     if when.tzinfo is None:
         raise ValueError(f"{value!r} has no time zone; write it with Z or an offset, such as {example}")
     return when
+
+
+def _milliseconds(value: Any) -> datetime:
+    try:
+        return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=partial(_integer, least=0)(str(value)))
+    except (ValueError, OverflowError):
+        raise ValueError(f"{value!r} is not a time in milliseconds since 1970, such as 1769867100000") from None
 
 
 def _offset(value: Any) -> Bound:
@@ -306,8 +378,11 @@ def _offset(value: Any) -> Bound:
             return end
         case int(seq) if not isinstance(value, bool) and 1 <= seq < 1 << 63:
             return seq
+        case -1 | -2 as end:  # as Kafka's source writes them
+            return "latest" if end == -1 else "earliest"
     raise ValueError(
-        f"{value!r} is not 'earliest', 'latest' or, in JSON such as {{\"ORDERS\": 42}}, a stream sequence (an integer of at least 1)"
+        f"{value!r} is not 'earliest', 'latest' or, in JSON such as {{\"ORDERS\": 42}}, a stream sequence (an integer of at least 1), "
+        "-2 (earliest) or -1 (latest)"
     )
 
 
@@ -324,359 +399,278 @@ def _as_of(text: str) -> int | datetime | None:
     text = text.strip()
     if text.lower() == "now":
         return None
-    return _positive(text) if text.isdigit() else _time(text)
+    return _integer(text) if text.isdigit() else _time(text)
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(NamedTuple):
     """The start or the end of every stream: its own one in `each`, or else the common one."""
 
     common: Bound
-    each: Mapping[str, Bound] = field(default_factory=dict)
+    each: Mapping[str, Bound] = {}
+    option: str = ""
 
     def of(self, stream: str) -> Bound:
         return self.each.get(stream, self.common)
 
 
-def _bounds(
-    reader: OptionReader, side: Literal["starting", "ending"], streams: Sequence[str] | None, default: Bound
-) -> Bounds:
-    """Return the starts or the ends: one for all streams, or JSON with one for each; `streams` is None for a pattern."""
-    offsets, time = f"{side}Offsets", f"{side}Time"
-    reader.exclude(offsets, time)
-    name, parse = (time, _time) if time in reader else (offsets, _offset)
-
-    def bounds(text: str) -> Bounds:
-        if not text.lstrip().startswith("{"):
-            return Bounds(parse(text))
-        try:
-            pairs = json.loads(text, object_pairs_hook=list)  # a dict would silently keep the last of two entries
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{text[:1024]!r} is not valid JSON: {error}") from None
-        found: dict[str, Bound] = {}
-        for stream, value in pairs:
-            if streams is not None and stream not in streams:
-                raise ValueError(f"it names {stream!r}, which is not among the streams to read: {', '.join(streams)}")
-            if stream in found:
-                raise ValueError(f"it names {stream!r} twice")
-            found[stream] = parse(value)
-        return Bounds(default, found)
-
-    return reader.get(name, bounds, Bounds(default))
+def _bounds(option: str, parse: Callable[[Any], Bound], default: Bound, text: str) -> Bounds:
+    """Parse the starts or the ends: one for all streams, or JSON with one for each."""
+    if not text.lstrip().startswith("{"):
+        return Bounds(parse(text), {}, option)
+    found: dict[str, Bound] = {}
+    for stream, value in _json(text, object_pairs_hook=list):  # a dict would silently keep the last of two entries
+        if stream in found:
+            raise ValueError(f"it names {stream!r} twice")
+        found[stream] = parse(value)
+    return Bounds(default, found, option)
 
 
 # -- the options of each use --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class ConnectionOptions:
+class ConnectionOptions(Options):
     """How to reach the JetStream; also the key of the connection cache."""
 
-    servers: tuple[str, ...] = _option("servers", _servers, ())
-    domain: str | None = _option("domain", _text_checked_by(partial(check_name, what="domain")))
-    api_prefix: str | None = _option("apiPrefix", lambda text: _subject(text.strip().rstrip(".")))
-    timeout: float = _option("requestTimeout", _seconds, 10.0)  # to get a connection, and to wait for each reply
-    creds_file: str | None = _option("credsFile", _text)  # files: a path, or the bare name of a file shipped by Spark
-    nkey_file: str | None = _option("nkeyFile", _text)
-    user: str | None = _option("user", _text)
-    password_env: str | None = _option("passwordEnv", _text)
-    token_env: str | None = _option("tokenEnv", _text)
-    tls_ca: str | None = _option("tlsCa", _text)
-    tls_cert: str | None = _option("tlsCert", _text)
-    tls_key: str | None = _option("tlsKey", _text)
-    application_id: str | None = _option("applicationId", _application_id)  # in the names of the connections
-
-    @classmethod
-    def parse(cls, reader: OptionReader) -> ConnectionOptions:
-        if "servers" not in reader:
-            reader.fail(
-                "servers", "it is missing; give the URLs of the servers, as in nats://nats-1:4222,nats://nats-2:4222"
-            )
-        reader.exclude("domain", "apiPrefix")
-        reader.exclude("credsFile", "nkeyFile", "user", "tokenEnv")
-        reader.pair("user", "passwordEnv")
-        reader.pair("tlsCert", "tlsKey")
-        return cls(**reader.values(cls))
-
-    def __repr__(self) -> str:
-        # Lists only which references are given, because users may put the secret itself where its name belongs.
-        shown = ("servers", "timeout", "application_id")
-        given = [name for name in self.__slots__ if name not in shown and getattr(self, name)]
-        return f"ConnectionOptions(servers={','.join(self.servers)!r}, with={given})"
+    servers: tuple[str, ...] = _option(
+        servers=_servers, required="the URLs of the servers, as in nats://nats-1:4222,nats://nats-2:4222"
+    )
+    domain: str | None = _option(domain=_domain)
+    api_prefix: str | None = _option(apiPrefix=lambda text: _subject(text.strip().rstrip(".")))
+    timeout: float = _option(requestTimeout=_seconds, default=10.0)  # to get a connection, and to wait for each reply
+    creds_file: str | None = _option(credsFile=_text)  # files: a path, or the bare name of a file shipped by Spark
+    nkey_file: str | None = _option(nkeyFile=_text)
+    user: str | None = _option(user=_text)
+    password_env: str | None = _option(passwordEnv=_text)
+    token_env: str | None = _option(tokenEnv=_text)
+    tls_ca: str | None = _option(tlsCa=_text)
+    tls_cert: str | None = _option(tlsCert=_text)
+    tls_key: str | None = _option(tlsKey=_text)
+    application_id: str | None = _option(applicationId=_application_id)  # in the names of the connections
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
+_of_triggers: Final = partial(_option, only="streaming", instead="it has no effect on a batch read; leave it out")
+
+
+class _LogOptions(Options, use="reads"):
+    """What the reads of a stream, and the change feed of a bucket, have in common."""
+
     connection: ConnectionOptions
-    streams: tuple[str, ...]  # none with a pattern
-    starting: Bounds
-    ending: Bounds
-    subjects: tuple[str, ...] = _option("subjects", _names(check_filter), ())  # any may match; none: all messages
-    stream_pattern: re.Pattern[str] | None = _option("streamPattern", _pattern)  # noqa: RUF009 - of whole names
-    min_partitions: int = _option("minPartitions", _partitions, 2)
-    max_bytes_per_partition: int = _option("maxBytesPerPartition", _size, 64 << 20)
-    fail_on_data_loss: bool = _option("failOnDataLoss", _boolean, True)
-    tail_check: bool = _option("tailCheck", _boolean, True)
-    skip_bad: bool = _option("onBad", _choice(error=False, skip=True), False)
-    allow_unstable_retention: bool = _option("allowUnstableRetention", _boolean, False)
-    push_down: bool = _option("pushDown", _boolean, False)
-    max_records_per_partition: int | None = _option("maxRecordsPerPartition", _positive)
+    min_partitions: int | None = _option(minPartitions=_partitions)
+    max_records_per_partition: int | None = _option(maxRecordsPerPartition=_integer)
+    fail_on_data_loss: bool = _option(failOnDataLoss=_boolean, default=True)
+    tail_check: bool = _option(tailCheck=_boolean, default=True)
     # What to do about a stream that was deleted and created again; None: fail, or else what `fail_on_data_loss` says.
-    on_recreate: Literal["fail", "earliest", "keep"] | None = _option(
-        "onRecreate", _choice(fail="fail", earliest="earliest", keep="keep")
+    on_recreate: Literal["fail", "earliest", "keep"] | None = _of_triggers(
+        onRecreate=_words("fail", "earliest", "keep")
     )
-    max_rows: int | None = _option("maxRowsPerTrigger", _positive)
-    max_bytes: int | None = _option("maxBytesPerTrigger", _size)
-    min_rows: int | None = _option("minRowsPerTrigger", _positive)
-    max_delay: float = _option("maxTriggerDelay", _delay, 900.0)
+    # Kafka has the second name. Its offsets have no gaps, so there it counts rows as well.
+    max_rows: int | None = _of_triggers(maxRowsPerTrigger=_integer, maxOffsetsPerTrigger=_integer)
+    max_bytes: int | None = _of_triggers(maxBytesPerTrigger=_size)
+    min_rows: int | None = _of_triggers(minRowsPerTrigger=_integer)
+    max_delay: float = _of_triggers(maxTriggerDelay=_delay, default=900.0)
 
-    @classmethod
-    def parse(cls, options: Mapping[str, str], *, streaming: bool | None = False) -> ReadOptions:
-        """Return the options, checked together; `streaming` is None where that is not known yet."""
-        elsewhere = {None: {}, False: _STREAMING_ONLY, True: _BATCH_ONLY}[streaming] | _FOR_WRITING
-        reader = OptionReader(options, (*READ_OPTIONS, *CONNECTION_OPTIONS), elsewhere)
-        by_pattern = "streamPattern" in reader
-        for name in ("stream", "path", "paths") if by_pattern else ():
-            reader.exclude("streamPattern", name)
-        streams = () if by_pattern else reader.get_streams()
-        named = None if by_pattern else streams
-        values = _read_values(reader)
-        read = cls(
-            connection=ConnectionOptions.parse(reader),
-            streams=streams,
-            starting=_bounds(reader, "starting", named, "earliest"),
-            ending=_bounds(reader, "ending", named, "latest"),
-            **values,
-        )
-        # With a pattern, "" stands for the streams that only the common start and end apply to.
-        for stream in streams or ("", *read.starting.each, *read.ending.each):
-            start, end = read.starting.of(stream), read.ending.of(stream)
-            if end == "earliest":
-                reader.fail("endingOffsets", "a read cannot end at 'earliest'; give 'latest' or a last sequence")
-            if isinstance(start, datetime) and isinstance(end, datetime) and start > end:
-                reader.fail("endingTime", f"the end of stream {stream!r} is before its start")
-            if isinstance(start, int) and isinstance(end, int) and start > end + 1:
-                reader.fail("endingOffsets", f"the end of stream {stream!r} ({end}) is before its start ({start})")
-        return read
+    def check(self, given: Given, *, streaming: bool | None) -> None:
+        if self.min_rows is not None and self.max_rows is not None and self.min_rows > self.max_rows:
+            given.fail("minRowsPerTrigger", f"{self.min_rows} is more than maxRowsPerTrigger ({self.max_rows})")
+        if "maxTriggerDelay" in given and self.min_rows is None:
+            given.fail(
+                "maxTriggerDelay", "it limits the wait for minRowsPerTrigger; give that as well, or leave it out"
+            )
 
 
-def _read_values(reader: OptionReader) -> dict[str, Any]:
-    """Return the values of the declared fields of `ReadOptions`."""
-    reader.exclude("maxRowsPerTrigger", "maxOffsetsPerTrigger")
-    if "maxTriggerDelay" in reader and "minRowsPerTrigger" not in reader:
-        reader.fail("maxTriggerDelay", "it limits the wait for minRowsPerTrigger; give that as well, or leave it out")
-    values = reader.values(ReadOptions)
-    # Kafka's name for it. Kafka's offsets have no gaps, so there it counts rows as well.
-    values["max_rows"] = reader.get("maxOffsetsPerTrigger", _positive, values["max_rows"])
-    return values
+def _bound_option(side: Literal["starting", "ending"], default: Bound, only: str = "", instead: str = "") -> Any:
+    kinds = {"Offsets": _offset, "Time": _time, "Timestamp": _milliseconds}
+    parsers = {f"{side}{name}": partial(_bounds, f"{side}{name}", parse, default) for name, parse in kinds.items()}
+    return Option(parsers, Bounds(default), only, instead or "leave it out", required="")
 
 
-@dataclass(frozen=True, slots=True)
-class WriteOptions:
-    connection: ConnectionOptions
-    stream: str
-    subject: str | None = _option("subject", _subject)  # of every row, instead of a column
-    semantics: Literal["dedupe", "transactional", "none"] = _option(
-        "semantics", _choice(dedupe="dedupe", transactional="transactional", none="none"), "dedupe"
+class ReadOptions(_LogOptions):
+    streams: tuple[str, ...] = _option(stream=_stream_names, path=_stream_names, paths=_stream_names, default=())
+    starting: Bounds = _bound_option("starting", "earliest")
+    ending: Bounds = _bound_option(
+        "ending", "latest", only="batch", instead="a streaming query has no end (use trigger(availableNow=True))"
     )
-    msg_ttl: str | None = _option("msgTtl", ttl_text)  # of every row, instead of a column; as ``Nats-TTL`` has it
-    on_bad_row: str = _option("onBadRow", _bad_row_policy, "fail")
-    write_id: str | None = _option("writeId", _write_id)
-    txn_app_id: str | None = _option("txnAppId", _write_id)  # with `txn_version`, instead of `write_id`
-    txn_version: int | None = _option("txnVersion", _version)
-    sink_partitions: int | None = _option("sinkPartitions", _positive)
-    marker_prefix: str = _option("markerPrefix", _subject)  # ``_spark.<stream>`` if it is not given
-    transaction_rows: int = _option("transactionRows", _rows_and_a_marker, _MAX_TRANSACTION_ROWS)
+    subjects: tuple[str, ...] = _option(subjects=_filters, default=())  # any may match; none: all messages
+    stream_pattern: re.Pattern[str] | None = _option(streamPattern=_pattern)  # of whole names; then without `streams`
+    max_bytes_per_partition: int = _option(
+        maxBytesPerPartition=_size,
+        default=64 << 20,
+        only="batch",
+        instead="for a streaming query, set 'minPartitions' or 'maxRecordsPerPartition'",
+    )
+    skip_bad: bool = _option(onBad=partial(_choice, {"error": False, "skip": True}), default=False)
+    allow_unstable_retention: bool = _option(allowUnstableRetention=_boolean, default=False)
 
-    @classmethod
-    def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:
-        reader = OptionReader(options, (*WRITE_OPTIONS, *CONNECTION_OPTIONS, *_SPARK_SINK_OPTIONS), _FOR_READING)
-        stream, *more = reader.get_streams()
-        if more:
-            reader.fail("stream", f"a write goes to one stream, not to {', '.join((stream, *more))}")
-        values = reader.values(cls)
-        values["marker_prefix"] = values["marker_prefix"] or f"_spark.{stream}"
-        write = cls(ConnectionOptions.parse(reader), stream, **values)
-        reader.exclude("writeId", "txnAppId")
-        reader.pair("txnAppId", "txnVersion")
-        for name in ("writeId", "txnAppId"):
-            if name in reader and streaming:
-                reader.fail(
-                    name, "it is for batch writes; a streaming query takes its id from its checkpoint; leave it out"
+    def check(self, given: Given, *, streaming: bool | None) -> None:
+        super().check(given, streaming=streaming)
+        if not self.streams and self.stream_pattern is None:
+            given.require("stream", "the name of the stream, here or as in load('ORDERS')")
+        for bounds in (self.starting, self.ending) if self.streams else ():
+            if unknown := bounds.each.keys() - self.streams:
+                streams = ", ".join(self.streams)
+                given.fail(
+                    bounds.option, f"it names {min(unknown)!r}, which is not among the streams to read: {streams}"
                 )
-            if name in reader and write.semantics == "none":
-                reader.fail(name, "it has no effect with semantics=none; leave it out, or use dedupe")
-        if write.semantics != "transactional":
-            for name in ("sinkPartitions", "markerPrefix", "transactionRows"):
-                if name in reader:
-                    reader.fail(name, f"it is for semantics=transactional, not for {write.semantics}; leave it out")
-        elif write.sink_partitions is None and (streaming or write.write_id or write.txn_app_id):
-            reader.fail(
+        # With a pattern, "" stands for the streams that only the common start and end apply to.
+        for stream in self.streams or ("", *self.starting.each, *self.ending.each):
+            start, end = self.starting.of(stream), self.ending.of(stream)
+            if start == "latest" and streaming is False:
+                given.fail(
+                    self.starting.option, "a batch read from 'latest' has no rows; give 'earliest' or a sequence"
+                )
+            if end == "earliest":
+                given.fail(self.ending.option, "a read cannot end at 'earliest'; give 'latest' or a last sequence")
+            if isinstance(start, datetime) and isinstance(end, datetime) and start > end:
+                given.fail(self.ending.option, f"the end of stream {stream!r} is before its start")
+            if isinstance(start, int) and isinstance(end, int) and start > end + 1:
+                given.fail(self.ending.option, f"the end of stream {stream!r} ({end}) is before its start ({start})")
+
+
+_of_batches: Final = partial(
+    _option, only="batch", instead="a streaming query takes its id from its checkpoint; leave it out"
+)
+_TARGET: Final = (
+    "the name of one {0}, as in option('{0}', 'ORDERS') or save('ORDERS') (saveAsTable and toTable do not pass the name "
+    "of the table on)"
+)
+
+
+class _SinkOptions(Options, use="writes"):
+    """What both sinks have in common."""
+
+    connection: ConnectionOptions
+    on_bad_row: str = _option(onBadRow=_bad_row_policy, default="fail")
+    write_id: str | None = _of_batches(writeId=_write_id)
+    txn_app_id: str | None = _of_batches(txnAppId=_write_id)  # with `txn_version`, instead of `write_id`
+    txn_version: int | None = _of_batches(txnVersion=partial(_integer, least=0))
+    own_prefix: str | None = _option(markerPrefix=_subject)
+    checkpoint: str | None = _option(checkpointLocation=str)  # Spark passes these two on
+    query_name: str | None = _option(queryName=str)
+
+    @property
+    def target(self) -> str:
+        """The name of the stream that is written to."""
+        raise NotImplementedError
+
+    @property
+    def marker_prefix(self) -> str:
+        """The prefix of the markers' subjects."""
+        return self.own_prefix or f"_spark.{self.target}"
+
+    def check(self, given: Given, *, streaming: bool | None) -> None:
+        if covers(f"{self.marker_prefix}.>", self.on_bad_row):
+            given.fail(
+                "onBadRow", f"subjects below {self.marker_prefix!r} are for the markers of the sink; give another"
+            )
+
+
+class WriteOptions(_SinkOptions):
+    stream: str = _option(stream=_one_stream, path=_one_stream, paths=_one_stream, required=_TARGET.format("stream"))
+    subject: str | None = _option(
+        subject=_subject, instead="to read some subjects only, use 'subjects'"
+    )  # of every row
+    semantics: Literal["dedupe", "transactional", "none"] = _option(
+        semantics=_words("dedupe", "transactional", "none"), default="dedupe"
+    )
+    msg_ttl: str | None = _option(msgTtl=ttl_text)  # of every row, instead of a column; as ``Nats-TTL`` has it
+    sink_partitions: int | None = _option(sinkPartitions=_integer)
+    transaction_rows: int = _option(transactionRows=_transaction_rows, default=_MAX_TRANSACTION_ROWS)
+
+    @property
+    def target(self) -> str:
+        return self.stream
+
+    def check(self, given: Given, *, streaming: bool | None) -> None:
+        super().check(given, streaming=streaming)
+        for name in ("writeId", "txnAppId") if self.semantics == "none" else ():
+            if name in given:
+                given.fail(name, "it has no effect with semantics=none; leave it out, or use dedupe")
+        for name in ("sinkPartitions", "markerPrefix", "transactionRows") if self.semantics != "transactional" else ():
+            if name in given:
+                given.fail(name, f"it is for semantics=transactional, not for {self.semantics}; leave it out")
+        can_be_repeated = streaming or self.write_id or self.txn_app_id
+        if self.semantics == "transactional" and self.sink_partitions is None and can_be_repeated:
+            given.fail(
                 "sinkPartitions",
                 "it is missing; a transactional write that can be repeated must have the same partitions each time: "
                 "give their number, and fix it with df.repartition(n) or the source's minPartitions",
             )
-        elif covers(f"{write.marker_prefix}.>", write.on_bad_row):
-            reader.fail(
-                "onBadRow", f"subjects below {write.marker_prefix!r} are for the markers of the sink; give another"
-            )
-        return write
 
 
-@dataclass(frozen=True, slots=True)
-class KvOptions:
+def _bucket_option(required: str) -> Any:
+    return _option(bucket=_bucket, path=_bucket, required=required)
+
+
+_LOADED: Final = "the name of one bucket, here or as in load('PRICES')"
+
+
+class KvOptions(Options, use="reads", when="batch"):
     connection: ConnectionOptions
-    bucket: str
-    keys: tuple[str, ...] = _option("keys", _names(check_filter), (">",))  # keys and patterns of keys
-    as_of: int | datetime | None = _option("asOf", _as_of)  # noqa: RUF009 - a revision, a time, or now
-    include_deleted: bool = _option("includeDeleted", _boolean, False)
+    bucket: str = _bucket_option(_LOADED)
+    keys: tuple[str, ...] = _option(keys=_filters, default=(">",))  # keys and patterns of keys
+    # A revision, a time, or None: now.
+    as_of: int | datetime | None = _option(asOf=_as_of, instead="a streaming query starts at 'startingOffsets'")
+    include_deleted: bool = _option(includeDeleted=_boolean, default=False)
     # Fail where the value that a key had then is no longer stored, instead of returning its present value.
-    strict: bool = _option("consistency", _choice(latest=False, strict=True), False)
-    min_partitions: int = _option("minPartitions", _partitions, 2)
-
-    @classmethod
-    def parse(cls, options: Mapping[str, str], *, streaming: bool | None = False) -> KvOptions:
-        """Return the options of a batch read; `streaming` is None where it is not known yet whether it is one."""
-        reader = _bucket_reader(options, {} if streaming is None else _FEED_ONLY)
-        return cls(ConnectionOptions.parse(reader), reader.get_bucket(_LOADED), **reader.values(cls))
+    strict: bool = _option(
+        consistency=partial(_choice, {"latest": False, "strict": True}),
+        default=False,
+        instead="the snapshot of a streaming query leaves out keys that change before they are read, and their changes follow",
+    )
+    min_partitions: int = _option(minPartitions=_partitions, default=2)
 
 
-@dataclass(frozen=True, slots=True)
-class FeedOptions:
+class FeedOptions(_LogOptions, when="streaming"):
     """The options of the change feed of a bucket."""
 
-    bucket: str
-    read: ReadOptions  # of the bucket's stream
-    keys: tuple[str, ...] = _option("keys", _names(check_filter), (">",))
-    starting: Literal["snapshot", "latest"] | int = _option("startingOffsets", _feed_start, "snapshot")
-    include_deleted: bool = _option("includeDeleted", _boolean, False)  # in the snapshot
+    bucket: str = _bucket_option(_LOADED)
+    keys: tuple[str, ...] = _option(keys=_filters, default=(">",))
+    starting: Literal["snapshot", "latest"] | int = _option(
+        startingOffsets=_feed_start, default="snapshot", instead="a batch read has 'asOf'"
+    )
+    include_deleted: bool = _option(includeDeleted=_boolean, default=False)  # in the snapshot
 
-    @classmethod
-    def parse(cls, options: Mapping[str, str], *, streaming: bool | None = True) -> FeedOptions:
-        """Return the options of a streaming read; `streaming` is None where it is not known yet whether it is one."""
-        reader = _bucket_reader(options, {} if streaming is None else _KV_BATCH_ONLY)
-        bucket, own = reader.get_bucket(_LOADED), reader.values(cls)
-        start = own["starting"]
-        read = ReadOptions(
-            connection=ConnectionOptions.parse(reader),
-            streams=(bucket_stream(bucket),),
-            starting=Bounds("earliest" if start == "snapshot" else start),
-            ending=Bounds("latest"),
-            # Other subjects that the bucket's stream may store are never keys.
-            **_read_values(reader) | {"subjects": tuple(bucket_prefix(bucket) + key for key in own["keys"])},
-        )
-        if streaming and "includeDeleted" in reader and start != "snapshot":
-            reader.fail(
+    def check(self, given: Given, *, streaming: bool | None) -> None:
+        super().check(given, streaming=streaming)
+        if streaming is not None and "includeDeleted" in given and self.starting != "snapshot":
+            given.fail(
                 "includeDeleted",
-                f"it applies to the snapshot, and a query with startingOffsets={start} reads no snapshot. Changes always include deletions; "
-                "leave it out",
+                f"it applies to the snapshot, and a query with startingOffsets={self.starting} reads no snapshot. Changes always "
+                "include deletions; leave it out",
             )
-        return cls(bucket, read, **own)
+
+    @property
+    def read(self) -> ReadOptions:
+        """The options that the bucket's stream is read with."""
+        return ReadOptions(
+            connection=self.connection,
+            streams=(bucket_stream(self.bucket),),
+            starting=Bounds("earliest" if self.starting == "snapshot" else self.starting),
+            # Other subjects that the bucket's stream may store are never keys.
+            subjects=tuple(bucket_prefix(self.bucket) + key for key in self.keys),
+            **{name: getattr(self, name) for name in _LogOptions.declared},
+        )
 
 
-_LOADED: Final = "here or as in load('PRICES')"
+class KvWriteOptions(_SinkOptions):
+    bucket: str = _bucket_option(_TARGET.format("bucket"))
+    ttl: TTL | None = _option(ttl=parse_ttl)  # of every value, instead of a column
+    per_micro_batch: bool = _of_batches(perMicroBatch=_boolean, default=False)  # an id that Spark names (`upsert`)
+    transaction_rows: int = _option(transactionRows=_transaction_rows, default=_MAX_TRANSACTION_ROWS)
 
+    @property
+    def target(self) -> str:
+        return bucket_stream(self.bucket)
 
-def _bucket_reader(options: Mapping[str, str], elsewhere: dict[str, str]) -> OptionReader:
-    known = dict.fromkeys((*KV_OPTIONS, *FEED_OPTIONS, *CONNECTION_OPTIONS))
-    return OptionReader(options, known, elsewhere | _KV_FOR_WRITING)
-
-
-@dataclass(frozen=True, slots=True)
-class KvWriteOptions:
-    connection: ConnectionOptions
-    bucket: str
-    ttl: TTL | None = _option("ttl", parse_ttl)  # noqa: RUF009 - of every value, instead of a column
-    on_bad_row: str = _option("onBadRow", _bad_row_policy, "fail")
-    write_id: str | None = _option("writeId", _write_id)
-    txn_app_id: str | None = _option("txnAppId", _write_id)  # with `txn_version`, instead of `write_id`
-    txn_version: int | None = _option("txnVersion", _version)
-    per_micro_batch: bool = _option("perMicroBatch", _boolean, False)  # the same, but Spark names both (`upsert`)
-    marker_prefix: str = _option("markerPrefix", _subject)  # ``_spark.KV_<bucket>`` if it is not given
-    transaction_rows: int = _option("transactionRows", _key_writes, _MAX_KEY_WRITES)
-
-    @classmethod
-    def parse(cls, options: Mapping[str, str], *, streaming: bool) -> KvWriteOptions:
-        reader = OptionReader(options, (*KV_WRITE_OPTIONS, *CONNECTION_OPTIONS, *_SPARK_SINK_OPTIONS), _KV_FOR_READING)
-        bucket = reader.get_bucket("as in option('bucket', 'PRICES')")
-        values = reader.values(cls)
-        values["marker_prefix"] = values["marker_prefix"] or f"_spark.KV_{bucket}"
-        reader.exclude("writeId", "txnAppId")
-        reader.exclude("perMicroBatch", "txnAppId")
-        reader.pair("txnAppId", "txnVersion")
-        for name in ("writeId", "txnAppId", "perMicroBatch"):
-            if name in reader and streaming:
-                reader.fail(
-                    name, "it is for batch writes; a streaming query takes its id from its checkpoint; leave it out"
-                )
-        write = cls(ConnectionOptions.parse(reader), bucket, **values)
-        if covers("$KV.>", f"{write.marker_prefix}.>"):
-            reader.fail(
+    def check(self, given: Given, *, streaming: bool | None) -> None:
+        super().check(given, streaming=streaming)
+        if covers("$KV.>", f"{self.marker_prefix}.>"):
+            given.fail(
                 "markerPrefix", "below '$KV', the markers would be keys of a bucket; give a prefix outside of it"
             )
-        if covers(f"{write.marker_prefix}.>", write.on_bad_row):
-            reader.fail(
-                "onBadRow", f"subjects below {write.marker_prefix!r} are for the markers of the sink; give another"
-            )
-        return write
 
 
-CONNECTION_OPTIONS: Final = tuple(_declared(ConnectionOptions))
-READ_OPTIONS: Final = (
-    "stream",
-    *_declared(ReadOptions),
-    *("startingOffsets", "startingTime", "endingOffsets", "endingTime", "maxOffsetsPerTrigger"),
-)
-WRITE_OPTIONS: Final = ("stream", *_declared(WriteOptions))
-KV_OPTIONS: Final = ("bucket", *_declared(KvOptions))
-KV_WRITE_OPTIONS: Final = ("bucket", *_declared(KvWriteOptions))
-FEED_OPTIONS: Final = (
-    "bucket",
-    *_declared(FeedOptions),
-    *("minPartitions", "maxRecordsPerPartition", "failOnDataLoss", "onRecreate", "tailCheck"),
-    *("maxRowsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minRowsPerTrigger", "maxTriggerDelay"),
-)
-_SPARK_SINK_OPTIONS: Final = ("checkpointLocation", "queryName")  # Spark passes them on to the sink
-
-_NO_END: Final = "it is for batch reads; a streaming query has no end (use trigger(availableNow=True))"
-_BATCH_ONLY: Final = {
-    "endingOffsets": _NO_END,
-    "endingTime": _NO_END,
-    "pushDown": "Spark does not push filters into streaming reads; leave it out and use 'subjects'",
-    "maxBytesPerPartition": "it is for batch reads; a micro-batch has the same number of partitions each time: set their "
-    "number with 'minPartitions', or their size with 'maxRecordsPerPartition'",
-}
-_STREAMING_ONLY: Final = {
-    **dict.fromkeys(
-        ("maxRowsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minRowsPerTrigger", "maxTriggerDelay"),
-        "it limits streaming reads and has no effect on a batch read; leave it out",
-    ),
-    "onRecreate": "it applies to streaming reads and has no effect on a batch read; leave it out",
-}
-_FOR_READING: Final = {
-    name: "it applies only to reads; leave it out" for name in READ_OPTIONS if name not in WRITE_OPTIONS
-}
-_KV_FOR_READING: Final = {
-    name: "it applies only to reads; leave it out"
-    for name in (*KV_OPTIONS, *FEED_OPTIONS)
-    if name not in KV_WRITE_OPTIONS
-}
-_KV_FOR_WRITING: Final = {
-    name: "it applies only to writes; leave it out"
-    for name in KV_WRITE_OPTIONS
-    if name not in (*KV_OPTIONS, *FEED_OPTIONS)
-}
-_KV_BATCH_ONLY: Final = {
-    "asOf": "it is for batch reads; a streaming query starts at 'startingOffsets'",
-    "consistency": "it is for batch reads; the snapshot of a streaming query leaves out keys that change before they are read, "
-    "and their changes follow",
-}
-_FEED_ONLY: Final = {
-    name: "it applies to streaming reads and has no effect on a batch read; leave it out"
-    for name in FEED_OPTIONS
-    if name not in KV_OPTIONS
-}
-_FOR_WRITING: Final = {
-    **{name: "it applies only to writes; leave it out" for name in WRITE_OPTIONS if name not in READ_OPTIONS},
-    "subject": "it applies only to writes; to read some subjects only, use 'subjects'",
+_FORMATS: Final[dict[str, tuple[type[Options], ...]]] = {
+    "jetstream": (ReadOptions, WriteOptions, ConnectionOptions),
+    "jetstream_kv": (KvOptions, FeedOptions, KvWriteOptions, ConnectionOptions),
 }

@@ -5,10 +5,11 @@ The batch reader uses all of it; streaming queries use the checks, the counts an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Final, TypeVar
+from typing import Final
 
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError, ServiceUnavailableError
@@ -21,10 +22,9 @@ from jetstream_ext.errors import ErrorCode, JetStreamExtError, StreamRecreatedEr
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.merge import filtering_pays, widest
 from jetstream_ext.spark.connection import ask
-from jetstream_ext.spark.offsets import Position, held_by, identity
+from jetstream_ext.spark.offsets import Seen
 from jetstream_ext.spark.options import MOST_PARTITIONS, Bound, ReadOptions
-from jetstream_ext.spark.pushed import PushedFilters
-from jetstream_ext.spark.ranges import Search, SequenceRange, balanced_cuts, even_cuts, shares
+from jetstream_ext.spark.ranges import Search, SequenceRange, even_cuts, find_ranks, shares
 from jetstream_ext.text import get_logger, log_state, numbered, plural
 
 _log = get_logger("spark")
@@ -40,9 +40,8 @@ _DENSE: Final = 0.9
 # A range of fewer sequences is read and cut without being counted, unless a limit needs its count.
 _FEW: Final = 1_000
 
-_EVERYTHING: Final = PushedFilters()
-
-_Result = TypeVar("_Result")
+# The partitions of a read, if nothing else asks for more.
+PARTITIONS: Final = 2
 
 
 class PlanningError(JetStreamExtError):
@@ -63,27 +62,33 @@ def report_data_loss(options: ReadOptions, what: str) -> None:
     _log.warning("%s; reading the remaining messages, because failOnDataLoss is false", what)
 
 
-async def report_lost_head(
+async def report_lost(
     context: JetStreamContext,
     options: ReadOptions,
     state: StreamState,
-    first: int,
-    last: int,
-    *,
-    before: StreamState | None = None,
+    missing: range,
+    seen: Seen | None = None,
     since: datetime | None = None,
 ) -> None:
-    """Report the sequences of ``first … last`` that are before the first one of the stream as lost.
+    """Report those of the `missing` sequences that are before the first one of a stream as lost, unless they were replaced.
 
-    Those that newer messages replaced are not: `before` and `since` are as for `were_replaced`.
+    Newer messages replaced them if the stream has a limit per subject, and nothing shows another cause (`protocol.loss`).
+    (Rollups can replace messages without that limit, but so rarely that a purge is more likely.) The stream was `seen` when it
+    still had the messages, or had not stored them yet, and `since` is a time before which the first one was not stored.
     """
-    if first < state.first_seq and not await were_replaced(context, state, before, since):
-        until = min(last, state.first_seq - 1)
-        missing = f"{numbered(first, until, 'sequence')} of stream {state.name!r}"
-        gone = plural(until - first + 1, "is gone", "are gone")
-        report_data_loss(
-            options, f"{missing} {gone} (expired, purged or deleted); the stream now starts at {state.first_seq}"
-        )
+    lost = range(missing.start, min(missing.stop, state.first_seq))
+    if not lost:
+        return
+    before = seen.restore(state) if seen is not None and seen.held is not None else None
+    if before is not None and state.max_age is not None and before.first_time + state.max_age <= state.now:
+        before = None  # messages that it had then may have expired since, because the query has read those
+    if state.max_msgs_per_subject:
+        js = Context(context)
+        if await ask(js.timeout, lambda left: were_replaced_by_newer(js, state, before, since, left)):
+            return
+    what = f"{numbered(lost.start, lost.stop - 1, 'sequence')} of stream {state.name!r}"
+    gone = plural(len(lost), "is gone", "are gone")
+    report_data_loss(options, f"{what} {gone} (expired, purged or deleted); the stream now starts at {state.first_seq}")
 
 
 def stored_since(known: Iterable[tuple[int, datetime]], seq: int) -> datetime | None:
@@ -92,48 +97,6 @@ def stored_since(known: Iterable[tuple[int, datetime]], seq: int) -> datetime | 
     `known` are sequences, and times before which their messages were not stored.
     """
     return max((time for other, time in known if other <= seq), default=None)
-
-
-def known_of(where: Position | SequenceRange | None, state: StreamState) -> StreamState | None:
-    """Return what is known of the stream of `state` from when `where` was made, for `were_replaced`."""
-    if where is None or where.held is None:
-        return None
-    (last, last_time), (first, first_time) = where.ends[0], where.ends[-1]
-    messages, subjects = where.held
-    return replace(
-        state,
-        messages=messages,
-        num_subjects=subjects,
-        first_seq=first,
-        first_time=first_time,
-        last_seq=last,
-        last_time=last_time,
-        now=last_time,  # or later
-    )
-
-
-async def were_replaced(
-    context: JetStreamContext, state: StreamState, before: StreamState | None, since: datetime | None
-) -> bool:
-    """Return whether newer messages replaced what is missing at the beginning of a stream; else it is lost.
-
-    In a stream without a limit per subject it is lost. Rollups can replace messages there, but so rarely that a purge is more
-    likely.
-
-    Args:
-        context: The JetStream context.
-        state: The stream now.
-        before: The stream when it still had what is missing, or had not stored it yet. If it has lost subjects or messages
-            since, something else has removed them; except if messages that it had then may have expired since, because
-            the query has read those.
-        since: A time before which the first missing message was not stored.
-    """
-    if not state.max_msgs_per_subject:
-        return False
-    if before is not None and state.max_age is not None and before.first_time + state.max_age <= state.now:
-        before = None
-    js = Context(context)
-    return await ask(js.timeout, lambda left: were_replaced_by_newer(js, state, before, since, left))
 
 
 async def state_of(context: JetStreamContext, stream: str) -> StreamState | None:
@@ -171,14 +134,13 @@ async def readable_state(context: JetStreamContext, options: ReadOptions, stream
     return state
 
 
-async def is_same(context: JetStreamContext, before: Position | SequenceRange, state: StreamState) -> bool:
-    """Return whether `state` is that of the stream of a position or a range."""
-    if before.ends and before.ends[0][0] == 0:
+async def is_same(context: JetStreamContext, before: Seen, state: StreamState) -> bool:
+    """Return whether `state` is of the stream that was seen."""
+    if not before.last_seq:
         return True  # that stream had no message, so none can have been read or lost
     js = Context(context)
-    known = identity(state.name, before.created, before.ends)
     try:
-        await ask(js.timeout, lambda left: check_same_stream(Api(js, left), known, state))
+        await ask(js.timeout, lambda left: check_same_stream(Api(js, left), before.restore(state), state))
     except StreamRecreatedError:
         return False
     except NotFoundError as error:
@@ -231,15 +193,28 @@ async def counts_from(context: JetStreamContext, span: SequenceRange, seqs: list
     return [counts[at : at + len(filters)] for at in range(0, len(counts), len(filters))]
 
 
-async def run_search(context: JetStreamContext, span: SequenceRange, search: Search[_Result]) -> _Result:
+async def run_search(context: JetStreamContext, span: SequenceRange, search: Search) -> list[int]:
     """Return the result of a search, whose questions about `span` the stream answers."""
     try:
         seqs = next(search)
         while True:
             seqs = search.send([sum(each) for each in await counts_from(context, span, seqs)])
     except StopIteration as end:
-        result: _Result = end.value
+        result: list[int] = end.value
         return result
+
+
+async def end_of_rows(context: JetStreamContext, found: Measured, rows: int) -> Measured:
+    """Return the beginning of a range that has so many rows."""
+    span = found.span
+    if rows >= found.rows:
+        return found
+    last = span.first + rows - 1
+    if found.rows != len(span):
+        divisions = 8 if len(span.filters) < 4 else 2  # each filter is a question of its own
+        [end] = await run_search(context, span, find_ranks(span.first, span.last, [rows], 0, divisions=divisions))
+        last = max(span.first, end - 1)
+    return replace(found, span=replace(span, last=last), rows=rows, size=found.size * rows // found.rows)
 
 
 async def measure(
@@ -283,15 +258,33 @@ async def cut(
             f"stream {span.stream!r}: its {found.rows:,} messages would make {needed:,} partitions, and a read has {MOST_PARTITIONS:,} at "
             "most; raise maxRecordsPerPartition or maxBytesPerPartition, or read less at once (maxRowsPerTrigger, endingOffsets)"
         )
-    if found.even:
-        if max_records is not None:
-            parts = max(parts, -(-len(span) // max_records))
-        return even_cuts(span.first, span.last, parts)
-    if max_records is None and (parts < 2 or len(span) <= parts):
-        return even_cuts(span.first, span.last, parts)
-    probes = max(_MOST_COUNTS, 2 * parts) // max(1, len(span.filters))
-    cuts = await run_search(context, span, balanced_cuts(span.first, span.last, parts, max_records, probes=probes))
-    return cuts or even_cuts(span.first, span.last, parts)
+    if found.even or len(span) <= parts or (max_records is None and parts < 2):
+        return even_cuts(span.first, span.last, max(parts, -(-len(span) // (max_records or len(span) or 1))))
+    probes: float = max(_MOST_COUNTS, 2 * parts) // max(1, len(span.filters))
+    if max_records is not None:
+        # With a quarter less than a partition may have, the cuts need not be exact.
+        needed, probes = max(parts, -(-4 * found.rows // (3 * max_records))), math.inf
+    slack = min(found.rows // (4 * needed), (max_records or found.rows) - -(-found.rows // needed))
+    ranks = sorted({found.rows * part // needed for part in range(1, needed)} - {0})
+    cuts = await run_search(context, span, find_ranks(span.first, span.last, ranks, slack, probes=probes))
+    return tuple(sorted({*cuts} - {span.first, span.last + 1}))
+
+
+async def cut_all(
+    context: JetStreamContext, options: ReadOptions, found: Sequence[Measured], *, part_size: int | None = None
+) -> list[tuple[int, ...]]:
+    """Return where to cut ranges of several streams, into partitions of about `part_size` bytes at most, if it is given."""
+    counts = shares(
+        weights=[one.size for one in found],
+        most=[len(one.span) for one in found],
+        least=[-(-one.size // (part_size or max(1, one.size))) for one in found],
+        total=options.min_partitions or PARTITIONS,
+    )
+    return await gather_bounded(
+        lambda each: cut(context, each[0], each[1], options.max_records_per_partition),
+        list(zip(found, counts, strict=True)),
+        limit=STREAMS_AT_ONCE,
+    )
 
 
 # -- the plan of a batch read -------------------------------------------------------------------------------------
@@ -310,38 +303,21 @@ async def streams_of(context: JetStreamContext, options: ReadOptions, known: Ite
     return tuple(sorted(name for name in {*names, *known} if pattern.fullmatch(name)))
 
 
-async def plan_read(
-    context: JetStreamContext, options: ReadOptions, pushed: PushedFilters = _EVERYTHING
-) -> list[SequenceRange]:
-    """Return the partitions of a batch read, of which the query's own filters need the part `pushed`."""
+async def plan_read(context: JetStreamContext, options: ReadOptions) -> list[SequenceRange]:
+    """Return the partitions of a batch read."""
     max_records = options.max_records_per_partition
 
     async def look(stream: str) -> Measured | None:
         state = await readable_state(context, options, stream)
-        if state is None:
-            return None
-        span = await _resolve(context, options, state)
-        # Narrowed only now, so that a loss is reported even where the query filters it out.
-        span = replace(span, first=max(span.first, pushed.first), last=min(span.last, pushed.last))
-        filters = pushed.within(options.subjects)
-        if not len(span) or filters is None:
+        span = None if state is None else await _resolve(context, options, state)
+        if state is None or not span:
             return None
         await counts_from(context, replace(span, filters=()), [span.first])  # direct gets work
-        return await measure(context, state, replace(span, filters=filters), exact=max_records is not None)
+        return await measure(context, state, span, exact=max_records is not None)
 
     streams = await streams_of(context, options)
     ranges = [one for one in await gather_bounded(look, streams, limit=STREAMS_AT_ONCE) if one is not None]
-    counts = shares(
-        weights=[one.size for one in ranges],
-        most=[len(one.span) for one in ranges],
-        least=[-(-one.size // options.max_bytes_per_partition) for one in ranges],
-        total=options.min_partitions,
-    )
-    cuts = await gather_bounded(
-        lambda each: cut(context, each[0], each[1], max_records),
-        list(zip(ranges, counts, strict=True)),
-        limit=STREAMS_AT_ONCE,
-    )
+    cuts = await cut_all(context, options, ranges, part_size=options.max_bytes_per_partition)
     planned = [part for one, where in zip(ranges, cuts, strict=True) for part in one.span.cut(where)]
     log_state(_log, "read", "planned", partitions=len(planned), streams=", ".join(streams))
     return planned
@@ -351,7 +327,7 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
     stream, start, end = state.name, options.starting.of(state.name), options.ending.of(state.name)
     first = await first_from(context, state, start)
     last = end if isinstance(end, int) else await first_from(context, state, end) - 1
-    await report_lost_head(context, options, state, first, state.last_seq)
+    await report_lost(context, options, state, range(first, state.last_seq + 1))
     what = f"stream {stream!r} ends at sequence {state.last_seq}"
     if first > state.last_seq + 1:
         report_data_loss(options, f"{what}, before the start at {first}; the stream may have been re-created")
@@ -362,9 +338,8 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
         stream,
         first_read,
         min(last, state.last_seq),
+        options.subjects,
         from_head=start == "earliest",
-        created=state.created,
-        ends=state.ends,
-        held=held_by(state),
+        seen=Seen.of(state),
         since=stored_since(state.ends, first_read),
     )

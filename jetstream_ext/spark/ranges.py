@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import accumulate, pairwise
-from typing import Final, TypeAlias, TypeVar
+from itertools import pairwise
+from math import inf
+from typing import TypeAlias
 
-from jetstream_ext.spark.offsets import Ends, Held
+from jetstream_ext.spark.offsets import Seen
 
-_Result = TypeVar("_Result")
-Search: TypeAlias = Generator[list[int], list[int], _Result]
-
-# How many cells a balanced partition consists of, so that its size is off by less than one of them.
-_CELLS_PER_PARTITION: Final = 4
-# In how many parts a cell with too many messages is divided at once.
-_DIVISIONS: Final = 8
+Search: TypeAlias = Generator[list[int], list[int], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +30,8 @@ class SequenceRange:
     last: int
     filters: tuple[str, ...] = ()  # of subjects, any of which may match; none: all messages
     on_server: bool = False  # the server filters, not the executor
-    from_head: bool = False  # it starts where the stream starts (``earliest``): an expired head is no loss
-    # Of the stream when the range was planned (see `offsets.Position`); empty if that is unknown.
-    created: str = ""
-    ends: Ends = ()
-    held: Held | None = None
+    from_head: bool = False  # what is missing at its beginning is no loss, or was reported already
+    seen: Seen | None = None  # the stream when the range was planned; None if that is unknown
     since: datetime | None = None  # a time before which none of these messages was stored
     # Only the newest messages of their keys up to this sequence are read (0: all messages).
     snapshot: int = 0
@@ -72,102 +64,45 @@ def shares(weights: Sequence[int], most: Sequence[int], least: Sequence[int], to
     No range gets more than `most` of it, so the sum can be below `total`.
     """
     counts = [min(top, max(1, low)) for top, low in zip(most, least, strict=True)]
-    largest = [
-        (-weight / count, index)
-        for index, (weight, count) in enumerate(zip(weights, counts, strict=True))
-        if count < most[index]
-    ]
+    largest = [(-weight / counts[index], index) for index, weight in enumerate(weights) if counts[index] < most[index]]
     heapq.heapify(largest)
-    for _ in range(total - sum(counts)):
-        if not largest:
-            break
+    missing = total - sum(counts)
+    while largest and missing > 0:
         _, index = heapq.heappop(largest)
         counts[index] += 1
+        missing -= 1
         if counts[index] < most[index]:
             heapq.heappush(largest, (-weights[index] / counts[index], index))
     return counts
 
 
-def balanced_cuts(
-    first: int, last: int, parts: int, most: int | None = None, *, probes: int = 512
-) -> Search[tuple[int, ...]]:
-    """Return cuts that make about `parts` ranges of about as many messages each, and none of more than `most`.
+def find_ranks(
+    first: int, last: int, ranks: Sequence[int], slack: int, *, divisions: int = 8, probes: float = inf
+) -> Search:
+    """Return, for each of the ascending `ranks`, a sequence of a range with so many of its messages before it.
 
-    No more than `probes` questions are asked for balance alone.
+    There may be up to `slack` fewer before it, or still fewer once about `probes` questions were asked. More `divisions` need
+    fewer rounds of questions, and fewer need fewer questions.
     """
-    following = dict(zip((first, last + 1), (yield [first, last + 1]), strict=True))
-    total = following[first] - following[last + 1]
-    if most is not None:
-        parts = max(parts, -(-total // most))
-    if parts < 2 or total < 2:
-        return ()
-    wanted = max(1, total // (parts * _CELLS_PER_PARTITION))
-    bounds = [first, last + 1]
+    points = [first, last + 1]
+    total, behind = yield points
+    before = [0, max(0, total - behind)]  # how many messages are before each point
     while True:
-        points = _inside_of_heavy_cells(bounds, following, wanted)
-        if len(points) > probes:  # even enough
-            points = _inside_of_heavy_cells(bounds, following, most or total)
-        if not points:
-            break
-        following |= zip(points, (yield points), strict=True)
-        probes -= len(points)
-        bounds = sorted([*bounds, *points])
-    counts = [max(0, following[start] - following[stop]) for start, stop in pairwise(bounds)]
-    return _quantiles(bounds, counts, parts) if most is None else _filled(bounds, counts, min(most, -(-total // parts)))
-
-
-def _inside_of_heavy_cells(bounds: Sequence[int], following: Mapping[int, int], limit: int) -> list[int]:
-    """Return where to divide the cells between `bounds` that have more than `limit` messages."""
-    points: list[int] = []
-    for start, stop in pairwise(bounds):
-        count = following[start] - following[stop]
-        if count > limit:
-            points += even_cuts(start, stop - 1, min(_DIVISIONS, 1 + count // limit))
-    return points
-
-
-def _quantiles(bounds: Sequence[int], counts: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Return cuts for `parts` equal ranges; inside a cell, its messages are taken as evenly spread."""
-    before = [0, *accumulate(counts)]
-    cuts: set[int] = set()
-    for part in range(1, parts):
-        wanted = before[-1] * part / parts
-        cell = min(max(0, bisect_right(before, wanted) - 1), len(counts) - 1)
-        inside = (wanted - before[cell]) / max(1, counts[cell])
-        cuts.add(bounds[cell] + int(min(1.0, inside) * (bounds[cell + 1] - bounds[cell])))
-    return tuple(sorted(cuts - {bounds[0], bounds[-1]}))
-
-
-def _filled(bounds: Sequence[int], counts: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return cuts between cells, so that no range has more than `most` messages."""
-    cuts: list[int] = []
-    held = 0
-    for start, count in zip(bounds, counts, strict=False):
-        if held and held + count > most:
-            cuts.append(start)
-            held = 0
-        held += count
-    return tuple(cuts)
-
-
-def end_of_rows(first: int, last: int, rows: int, *, divisions: int = _DIVISIONS) -> Search[int]:
-    """Return the last sequence of a range that starts at `first` and has the next `rows` messages, or `last`.
-
-    More `divisions` need fewer rounds of questions, and fewer need fewer questions.
-    """
-    low, high = first, last + 1
-    at_low, at_high = yield [low, high]
-    wanted = at_low - rows
-    if at_high >= wanted:
-        return last
-    # More messages than wanted follow from `low` on, and fewer from `high` on.
-    while at_low > wanted and high - low > 1:
-        points = list(even_cuts(low, high - 1, divisions))
-        counts = yield points
-        # Counts descend: the last point from which at least `wanted` follow, and the one after it.
-        place = bisect_right(counts, -wanted, key=lambda count: -count)
-        if place:
-            low, at_low = points[place - 1], counts[place - 1]
-        if place < len(points):
-            high = points[place]
-    return max(first, low - 1)
+        places = [bisect_right(before, rank) - 1 for rank in ranks]
+        inside: dict[int, tuple[int, ...]] = {}  # by the number of the point before them
+        for rank, place in zip(ranks, places, strict=True):
+            if rank - before[place] > slack and place + 1 < len(points):
+                inside[place] = even_cuts(points[place], points[place + 1] - 1, divisions)
+        asked = [point for each in inside.values() for point in each]
+        if not asked or len(asked) > probes:
+            return [points[place] for place in places]
+        probes -= len(asked)
+        following = iter((yield asked))
+        known, points, before = list(zip(points, before, strict=True)), [], []
+        for place, (point, count) in enumerate(known):
+            points.append(point)
+            before.append(count)
+            for other in inside.get(place, ()):
+                points.append(other)
+                # Replicas may contradict each other.
+                before.append(min(max(before[-1], total - next(following)), known[place + 1][1]))

@@ -21,19 +21,19 @@ from jetstream_ext.columns import Columns
 from jetstream_ext.errors import DirectGetDisabledError, ResponseError
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, StoredMsg
+from jetstream_ext.protocol.loss import find_gaps
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import SubjectMatcher
 from jetstream_ext.spark.connection import connected
-from jetstream_ext.spark.loss import HeadWatch
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.planning import DataLossError, is_same, known_of, report_data_loss, state_of, were_replaced
+from jetstream_ext.spark.planning import DataLossError, is_same, report_data_loss, report_lost, state_of
 from jetstream_ext.spark.ranges import SequenceRange
-from jetstream_ext.text import numbered, plural
 
 # The size of a record batch: large enough to hide Spark's cost per batch, small enough for limit() to stop early.
 _ROWS: Final = 10_000
 _BYTES: Final = 8 << 20
 _LATEST: Final = datetime.max.replace(tzinfo=UTC)
+_SECONDS: Final = 1.0  # between two questions for the first sequence of the stream
 
 
 def read_range(options: ReadOptions, schema: StructType, part: SequenceRange | None) -> Iterator[pa.RecordBatch]:
@@ -43,7 +43,7 @@ def read_range(options: ReadOptions, schema: StructType, part: SequenceRange | N
     columns = columns_of(schema)
     with connected(options.connection, "executor") as (lease, context):
         for block in lease.iterate(pieces_of(matching_messages(context, options, part), _ROWS, _BYTES)):
-            yield columns.batch(block)
+            yield columns.batch(block).rename_columns(schema.names)
 
 
 def matching_messages(
@@ -66,48 +66,68 @@ async def _filtered(blocks: AsyncGenerator[Block, None], filters: Sequence[str])
             yield block
 
 
+class _Gaps:
+    """The lowest gap of a range that is read in order of which it is not known yet whether it is a loss.
+
+    A missing message leaves no trace of why it is gone. Deletes, limits per subject, rollups and TTLs remove single messages,
+    which is no loss; `max_age`, `max_msgs`, `max_bytes` and purges remove everything up to some sequence and so move the first
+    sequence of the stream. So a gap is a loss if the stream's first sequence has passed it *before it was read*. The first
+    sequence never goes back: if it is still at or below a gap after the gap was read, the gap is no loss. The reader therefore
+    asks for it soon after each gap, at most once a second, and rarely: a reader is usually far ahead of the first sequence.
+    """
+
+    def __init__(self, part: SequenceRange) -> None:
+        self.lowest: range | None = None
+        self.since: datetime | None = part.since
+        """A time before which the first message of the gap was not stored."""
+        self._last = part.last
+        self._previous = part.first - 1
+        self._time = part.since  # of the message before
+        self._at_head = part.from_head  # what has expired while the first messages arrived counts as expired before
+
+    def add(self, seqs: Sequence[int], time: datetime | None = None) -> None:
+        """Take the next messages, of which the last one was stored at `time`, or the end of the range, one behind it."""
+        if self.lowest is None and not self._at_head:
+            self.lowest, self.since = next(find_gaps(self._previous, seqs, self._last), None), self._time
+        self._previous, self._time, self._at_head = seqs[-1], time, False
+
+
 async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> AsyncGenerator[Block, None]:
     """Yield the messages of a range, and report data loss: messages that expired before they were read, or another stream.
 
     What is missing in the range of a snapshot is no loss: those keys had no value any more before the query read them.
     """
-    js, loop = Context(context), asyncio.get_running_loop()
-    timeout = options.connection.timeout
-    watch = HeadWatch(part.first, part.last, from_head=part.from_head, now=loop.time())
-    since = time = part.since  # a time before which no message of the lowest gap in doubt was stored
+    js, clock = Context(context), asyncio.get_running_loop().time
+    gaps, next_check = _Gaps(part), 0.0
 
     async def check() -> bool:
         """Report what was lost; return whether it is still the stream of the plan."""
         state = await same_stream(context, options, part)
-        if state is None:
-            return False
-        lost = None if part.snapshot else watch.answered(state.first_seq, loop.time())
-        if lost and not await were_replaced(context, state, known_of(part, state), since):
-            what = f"{numbered(lost.start, lost.stop - 1, 'sequence')} of stream {part.stream!r}"
-            report_data_loss(options, f"{what} expired before {plural(len(lost), 'it was', 'they were')} read")
-        return True
+        if state is not None and gaps.lowest is not None and not part.snapshot:
+            await report_lost(context, options, state, gaps.lowest, part.seen, gaps.since)
+        gaps.lowest = None
+        return state is not None
 
-    newest = part.ends[0][1] if part.ends else None
+    newest = part.seen.ends[0][1] if part.seen is not None and part.seen.ends else _LATEST
+    timeout = options.connection.timeout
     async with aclosing(_blocks(js, part, timeout, confirm=options.tail_check)) as blocks:
         try:
             async for block in blocks:
-                if not watch.in_doubt:
-                    since = time
-                doubtful = watch.add(block.seqs, loop.time()) and not part.snapshot
                 time = _time(block.message(-1))
-                if newest is not None and time > newest:
-                    # It was stored after the range was planned, so it may be of another stream.
-                    doubtful, newest = True, time
-                if doubtful and not await check():
-                    return
+                gaps.add(block.seqs, time)
+                # What was stored after the range was planned may be of another stream.
+                doubtful = time > newest or (gaps.lowest is not None and not part.snapshot and clock() >= next_check)
+                if doubtful:
+                    newest, next_check = max(time, newest), clock() + _SECONDS
+                    if not await check():
+                        return
                 yield block
         except (DirectGetDisabledError, NotFoundError):
             if await same_stream(context, options, part) is not None:
                 raise
             return
-    if not watch.in_doubt:
-        since = time
-    if watch.close() or part.snapshot:
+    gaps.add([part.last + 1])
+    if gaps.lowest is not None or part.snapshot:
         await check()
 
 
@@ -129,7 +149,7 @@ def _time(message: StoredMsg) -> datetime:
 async def same_stream(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> StreamState | None:
     """Return the state of the stream; None once it is reported that it is no longer the one of the plan."""
     state = await state_of(context, part.stream)
-    if state is not None and (not part.created or await is_same(context, part, state)):
+    if state is not None and (part.seen is None or await is_same(context, part.seen, state)):
         return state
     what = f"stream {part.stream!r} was deleted or re-created while it was read"
     if state is not None and options.on_recreate == "fail":
@@ -152,9 +172,11 @@ _TYPES: Final = {
 
 
 def columns_of(schema: StructType) -> Columns:
-    """Return what builds record batches with exactly the columns of a Spark schema.
+    """Return what builds record batches with exactly the columns of a Spark schema, whose names may have any case.
 
     NATS accepts any bytes in a subject or a header, and Spark's strings are UTF-8.
     """
-    fields = [pa.field(field.name, _TYPES[field.name], nullable=field.nullable) for field in schema.fields]
+    names = {name.lower(): name for name in _TYPES}
+    columns = [(names[field.name.lower()], field.nullable) for field in schema.fields]
+    fields = [pa.field(name, _TYPES[name], nullable=nullable) for name, nullable in columns]
     return Columns(pa.schema(fields), replace=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import (
     DataSource,
@@ -18,7 +17,6 @@ from pyspark.sql.types import ArrayType, BinaryType, DataType, LongType, MapType
 
 from jetstream_ext.protocol.options import COLUMN_SYNONYMS
 from jetstream_ext.spark.options import OptionError, ReadOptions, WriteOptions
-from jetstream_ext.spark.pushed import PushedFilters, parse_pushed_filters
 from jetstream_ext.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -66,7 +64,7 @@ class JetStreamDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         options = ReadOptions.parse(self.options)
         check_schema(schema, _ALL_COLUMNS)
-        return (PushDownReader if options.push_down and _push_down_is_on() else JetStreamReader)(options, schema)
+        return JetStreamReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         from jetstream_ext.spark.sink import JetStreamWriter
@@ -79,12 +77,13 @@ class JetStreamDataSource(DataSource):
         return JetStreamStreamWriter(self._write_options(overwrite, streaming=True), schema)
 
     def _write_options(self, overwrite: bool, *, streaming: bool) -> WriteOptions:
+        options = WriteOptions.parse(self.options, streaming=streaming)
         if overwrite:
             raise OptionError(
                 "mode 'overwrite' (and output mode 'complete') is not supported: rows can only be appended to a stream; "
                 "use .mode('append'), and purge the stream first if you need to"
             )
-        return WriteOptions.parse(self.options, streaming=streaming)
+        return options
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         from jetstream_ext.spark.streaming import JetStreamStreamReader
@@ -98,38 +97,18 @@ class JetStreamReader(DataSourceReader):
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
-        self._pushed = PushedFilters()
 
     def partitions(self) -> list[InputPartition]:
         from jetstream_ext.spark.connection import run_on_driver
         from jetstream_ext.spark.planning import plan_read
 
-        parts = run_on_driver(self._options.connection, lambda context: plan_read(context, self._options, self._pushed))
+        parts = run_on_driver(self._options.connection, lambda context: plan_read(context, self._options))
         return [InputPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
         from jetstream_ext.spark.reading import read_range
 
         return read_range(self._options, self._schema, getattr(partition, "value", None))
-
-
-class PushDownReader(JetStreamReader):
-    """Uses the query's filters as well.
-
-    It is a separate class because Spark refuses a reader that has `pushFilters` while filter push-down is off. It is used
-    only by option because Spark 4.1 to 4.3 keep the partitions planned with filters on the DataFrame and reuse them for
-    other queries of the same DataFrame, which then lack rows.
-    """
-
-    def pushFilters(self, filters: list[Any]) -> Iterator[Any]:  # noqa: N802 - Spark's name
-        """Narrow the read by `filters`; return all of them, for Spark to apply as well."""
-        self._pushed = parse_pushed_filters(filters)
-        return iter(filters)
-
-
-def _push_down_is_on() -> bool:
-    # Spark uses a worker for this module if, and only if, push-down is on and the query has filters.
-    return "pyspark.sql.worker.data_source_pushdown_filters" in sys.modules
 
 
 class SchemaError(ValueError):
@@ -144,12 +123,13 @@ def schema_of(columns: Mapping[str, DataType]) -> StructType:
 
 
 def check_schema(schema: StructType, columns: Mapping[str, DataType]) -> None:
-    """Raise SchemaError if a schema has a column or a type that the format does not have."""
+    """Raise SchemaError if a schema has a column or a type that the format does not have; names may have any case."""
+    kinds = {name.lower(): kind for name, kind in columns.items()}
     declared = ", ".join(f"{name} {kind.simpleString()}" for name, kind in columns.items())
-    if not schema.fields or len(set(schema.names)) != len(schema.names):
+    if not schema.fields or len(set(map(str.lower, schema.names))) != len(schema.names):
         raise SchemaError(f"the schema must name some of these columns, each once: {declared}")
     for field in schema.fields:
-        kind = columns.get(field.name)
+        kind = kinds.get(field.name.lower())
         if kind is None:
             raise SchemaError(
                 f"column {field.name!r} does not exist; the format has: {declared}"

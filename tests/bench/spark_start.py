@@ -43,6 +43,10 @@ PROCESSES = {
     "create the source": f"import pyspark_jetstream; pyspark_jetstream.DefaultSource({OPTIONS}).schema()",
     "plan": "import jetstream_ext.spark.source, jetstream_ext.spark.planning",
     "read (each worker)": "import jetstream_ext.spark.source, jetstream_ext.spark.reading",
+    "write (each worker)": "import jetstream_ext.spark.source, jetstream_ext.spark.sink",
+    # What of these is not the connector's.
+    "nats-py alone": "import nats",
+    "pyarrow.compute alone": "import pyarrow.compute",
 }
 IMPORT = """
 import time, pyarrow, pyspark.sql.worker.plan_data_source_read, pyspark.worker

@@ -114,7 +114,7 @@ ELSEWHERE = {
     "web-service": "test_pages.py runs it",
     "observability": "docs/test_observability.py runs it",
     "key-value": "its code is an example, which kv/test_example.py runs",
-    "spark": "the tests of the connector",
+    "spark": "test_pages.py types it",
     "log": "log/test_page.py runs it",
     "groups": "log/test_groups_page.py runs it",
 }

@@ -91,6 +91,48 @@ def test_a_page_does_what_it_says(
         where = found + len(text)
 
 
+BEFORE_SPARK = """
+import nats, jetstream_ext as jsx, jetstream_ext.kv as kvx
+from pyspark.sql import SparkSession
+
+js = (await nats.connect("nats://localhost:4222")).jetstream()
+features = {"allow_direct": True, "allow_batched": True, "allow_atomic": True}
+stream = await jsx.ensure_stream(js, name="ORDERS", subjects=["orders.*"], **features)
+stream = await jsx.ensure_stream(js, name="BILLED", subjects=["billed.>", "_spark.BILLED.>"], **features)
+bucket = await kvx.ensure_bucket(js, "PRICES", spark=True)
+stream = await jsx.ensure_stream(js, name="TALLY", subjects=["tally.>"], **features)
+acks = [await js.publish("orders.eu", b"1"), await js.publish("orders.us", b"2")]
+acks = [await js.publish("tally.state.a.eu", b"%d" % n) for n in range(3)]
+acks = [await js.publish("tally.state.a.us", b"", headers={"KV-Operation": "DEL"})]
+spark = SparkSession.builder.getOrCreate()
+"""
+AFTER_SPARK = """
+query.processAllAvailable()
+query.stop()
+save(rows, 0)
+save(rows, 0)
+writer = changes.writeStream.format("memory").queryName("changes").trigger(availableNow=True)
+writer.option("checkpointLocation", "/checkpoints/changes").start().awaitTermination()
+billed = await jsx.DirectGet(js, "BILLED").scan(subject="billed.>").to_list()
+print(sorted(message.subject for message in billed))
+print(counts.collect())
+print(now.count(), "values,", spark.table("changes").count(), "changes")
+spark.stop()
+"""
+
+
+def test_the_spark_page(empty_server: NatsServer, tmp_path: Path, spark_environment: dict[str, str]) -> None:
+    """Its pieces of code run together: they read and write, and what is stored twice under one name is there once."""
+    blocks = BLOCK.findall((DOCS / "spark.md").read_text(encoding="utf-8"))
+    program = "\n".join([BEFORE_SPARK, *(code for language, code in blocks if language == "python"), AFTER_SPARK])
+    program = program.replace(URL, empty_server.url).replace("/checkpoints", str(tmp_path))
+    out, err = typed(program, tmp_path, spark_environment)
+    assert not re.search(r"^(Traceback|\w+Error:)", err, re.MULTILINE), err
+    assert "['billed.orders.eu', 'billed.orders.us', 'billed.refunds', 'billed.refunds']" in out
+    assert "[Row(subject='tally.state.a.eu', value='2')]" in out
+    assert "2 values, 2 changes" in out
+
+
 def check_blank_lines(program: str) -> None:
     """A prompt takes an indented block for ended at a blank line only; its error would come some lines later."""
     for before, after in re.findall(r"^( +\S.*)\n(\S.*)$", program, re.MULTILINE):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ROWS = int(os.environ.get("JETSTREAM_EXT_SPARK_ROWS", "4000"))
 JOB = Path(__file__).with_name("fault_job.py")
-TRANSACTION = max(50, min(999, ROWS // 80))
+TRANSACTION = max(50, min(998, ROWS // 80))
 EXACT = ["dedupe", "transactional"]
 BUCKET = "bucket"
 SINKS = [*EXACT, BUCKET]

@@ -477,7 +477,7 @@ class History:
             assert not seen & set(rows), f"{place} repeats rows of another one"
             seen |= set(rows)
             stream = self._streams.streams[part.stream]
-            if stream.exists and self._streams.numbers.get(part.created) == stream.number:
+            if stream.exists and self._streams.numbers.get(part.seen and part.seen.created) == stream.number:
                 expected = {
                     (part.stream, stream.number, seq)
                     for seq, subject in stream.stored.items()
@@ -544,7 +544,6 @@ class History:
                 elif self._pending is not None:
                     at = self._pending["streams"].get(name, {})
                     begin = at.get("first", at.get("head", 1))
-                    begin = max(begin, (at.get("skipped") or 0) + 1)
                 else:
                     begin = 1
                 assert stream.first_seq > begin, f"a loss is reported, but the stream has everything: {text}"

@@ -18,7 +18,7 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
 import jetstream_ext as jsx
-from jetstream_ext.spark.application import application_id, connection_name
+from jetstream_ext.spark.connection import application_id, connection_name
 from jetstream_ext.spark.options import ConnectionOptions, OptionError, ReadOptions
 from jetstream_ext.testing import NatsServer
 
@@ -53,7 +53,7 @@ def test_a_wrong_application_id_is_refused() -> None:
     given = {"servers": "nats://unused", "stream": "A", "applicationId": "two words"}
     with pytest.raises(OptionError, match="'applicationId': 'two words' is not 1 to 128 characters"):
         ReadOptions.parse(given)
-    assert "app" not in repr(ConnectionOptions(("nats://unused",), application_id="app-1"))
+    assert "app-1" not in repr(ConnectionOptions(servers=("nats://unused",), application_id="app-1"))
 
 
 @pytest.fixture

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
-from pyspark.sql.types import BinaryType, MapType, StringType, StructType
+from pyspark.sql.types import BinaryType, MapType, StringType
 
 import jetstream_ext as jsx
 from jetstream_ext.spark import sink
-from jetstream_ext.spark.bad_rows import BadRows, DeadLetterError, RowError
-from jetstream_ext.spark.connection import Connections
+from jetstream_ext.spark.bad_rows import DeadLetterError, RowError, TaskResult
 from jetstream_ext.spark.options import OptionError, WriteOptions
 from jetstream_ext.spark.planning import PlanningError
-from jetstream_ext.spark.row_sizes import RowSizes
-from jetstream_ext.spark.rows import Columns, RowReader, Rows
-from jetstream_ext.spark.sink import Task, Written, check_sink, write_partition
-from jetstream_ext.spark.source import JetStreamDataSource
 from jetstream_ext.testing import NatsServer
 
 if TYPE_CHECKING:
@@ -32,9 +26,7 @@ if TYPE_CHECKING:
 
 Row = tuple[Any, ...]  # subject, data and, if there are any, headers
 SEMANTICS = ["dedupe", "transactional", "none"]
-ARROW = (pa.string(), pa.binary(), pa.map_(pa.string(), pa.string()))
-SCHEMA = StructType().add("subject", StringType()).add("data", BinaryType())
-SCHEMA = SCHEMA.add("headers", MapType(StringType(), StringType()))
+COLUMNS = {"subject": StringType(), "data": BinaryType(), "headers": MapType(StringType(), StringType())}
 
 
 @pytest.fixture
@@ -67,7 +59,7 @@ def make_dead(with_js: Any, name: str) -> str:
 
 
 @pytest.fixture
-def write(server: NatsServer, cache: Connections, with_js: Any) -> Callable[..., Written]:
+def write(sink: Any, server: NatsServer) -> Callable[..., TaskResult]:
     """Write one partition of a micro-batch, as the driver and an executor do."""
 
     def run(
@@ -77,48 +69,18 @@ def write(server: NatsServer, cache: Connections, with_js: Any) -> Callable[...,
         on_bad_row: str,
         *,
         url: str = server.url,
-        arrow: bool = True,
         batch: int = 0,
         partition: int = 0,
         timeout: str = "5",
-    ) -> Written:
-        given = {"servers": url, "stream": stream, "semantics": semantics, "onBadRow": on_bad_row}
+    ) -> TaskResult:
+        given = {"servers": url, "onBadRow": on_bad_row, "requestTimeout": timeout}
         if semantics == "transactional":
             given |= {"sinkPartitions": "2", "transactionRows": "7"}
-        options = WriteOptions.parse(given | {"requestTimeout": timeout}, streaming=True)
-        state = with_js(lambda js: check_sink(js, options), url)
-
-        def read(sizes: RowSizes, bad: BadRows) -> Iterator[Rows]:
-            reader = RowReader(Columns.of(SCHEMA, options), options, state.subjects, sizes, bad)
-            some = map(wide, rows)
-            return map(reader.from_arrow, batches(some)) if arrow else reader.chunks_from_rows(some)
-
-        return write_partition(options, state, Task("q1", batch, partition), read)
+        target = sink(stream, semantics, COLUMNS, **given)
+        done: TaskResult = target.task(target.writer(), rows, batch=batch, partition=partition)
+        return done
 
     return run
-
-
-def wide(row: Row | Exception) -> Row:
-    if isinstance(row, Exception):
-        raise row
-    return (*row, None)[:3]
-
-
-def batches(rows: Iterable[Row]) -> Iterator[pa.RecordBatch]:
-    def batch(some: list[Row]) -> pa.RecordBatch:
-        columns: list[list[Any]] = [list(column) for column in zip(*some, strict=True)]
-        columns[2] = [None if headers is None else list(headers.items()) for headers in columns[2]]
-        arrays: list[Any] = [pa.array(values, kind) for values, kind in zip(columns, ARROW, strict=True)]
-        return pa.RecordBatch.from_arrays(arrays, names=SCHEMA.names)
-
-    some: list[Row] = []
-    for row in rows:
-        some.append(row)
-        if len(some) == 5:
-            yield batch(some)
-            some = []
-    if some:
-        yield batch(some)
 
 
 @pytest.fixture
@@ -164,11 +126,11 @@ class TestPolicies:
     def test_bad_rows_are_dropped(
         self, cell: Any, write: Any, stored: Any, with_js: Any, stream_name: Callable[[], str]
     ) -> None:
-        for semantics, arrow in itertools.product(SEMANTICS, [True, False]):
+        for semantics in SEMANTICS:
             stream = make(with_js, stream_name())
-            with cell(semantics, arrow):
+            with cell(semantics):
                 bad, good = bad_and_good(stream)
-                done = write(stream, mixed(bad, good), semantics, "drop", arrow=arrow)
+                done = write(stream, mixed(bad, good), semantics, "drop")
                 assert (done.rows, done.dropped, done.diverted) == (40, len(bad), 0)
                 assert done.example == "row 1 of partition 0: its subject is null"
                 assert [message.data for message in stored(stream)] == [row[1] for row in good]
@@ -176,13 +138,13 @@ class TestPolicies:
     def test_bad_rows_become_dead_letters_once(
         self, cell: Any, write: Any, stored: Any, with_js: Any, stream_name: Callable[[], str]
     ) -> None:
-        for semantics, arrow in itertools.product(SEMANTICS, [True, False]):
+        for semantics in SEMANTICS:
             stream, dead = make(with_js, stream_name()), make_dead(with_js, stream_name())
-            with cell(semantics, arrow):
+            with cell(semantics):
                 bad, good = bad_and_good(stream)
                 rows = mixed(bad, good)
                 for attempt in range(2):
-                    done = write(stream, rows, semantics, dead, batch=3, partition=1, arrow=arrow)
+                    done = write(stream, rows, semantics, dead, batch=3, partition=1)
                     assert (done.rows, done.dropped, done.diverted) == (40, 0, len(bad))
                     assert done.skipped == (40 if attempt and semantics == "transactional" else 0)
                 times = 2 if semantics == "none" else 1
@@ -197,7 +159,7 @@ class TestPolicies:
                     name: null[f"Dead-Letter-{name}"] for name in ("Target", "Worker", "Batch", "Partition", "Row")
                 } == {
                     "Target": stream,
-                    "Worker": "q1",
+                    "Worker": "a-query",
                     "Batch": "3",
                     "Partition": "1",
                     "Row": "1",
@@ -215,13 +177,13 @@ class TestPolicies:
                 assert "1048577 bytes" in large.headers["Dead-Letter-Error"] or semantics != "none"
 
     def test_a_bad_row_fails_the_task_by_default(self, cell: Any, stream: str, write: Any) -> None:
-        for semantics, arrow in itertools.product(SEMANTICS, [True, False]):
-            with cell(semantics, arrow):
+        for semantics in SEMANTICS:
+            with cell(semantics):
                 _, good = bad_and_good(stream)
                 with pytest.raises(
                     RowError, match=r"partition 0 of micro-batch 0: row 2 cannot be stored: its subject is null"
                 ):
-                    write(stream, [*good[:2], (None, b"")], semantics, "fail", arrow=arrow)
+                    write(stream, [*good[:2], (None, b"")], semantics, "fail")
 
 
 def test_dead_letters_can_go_to_the_stream_of_the_rows(
@@ -291,7 +253,7 @@ def test_a_restart_of_the_server_neither_loses_nor_repeats_dead_letters(
         name = make(with_js, stream_name(), own.url)
         with ThreadPoolExecutor() as thread:
             rows: list[Row] = [(None, b"%d" % number) for number in range(5000)]
-            writing = thread.submit(write, name, rows, "dedupe", f"{name}.dead", url=own.url, arrow=False, timeout="5")
+            writing = thread.submit(write, name, rows, "dedupe", f"{name}.dead", url=own.url, timeout="5")
 
             async def kill(js: JetStreamContext) -> None:
                 while (await js.stream_info(name)).state.messages < 300:
@@ -357,23 +319,20 @@ class TestOnTheDriver:
         ):
             WriteOptions.parse(given | {"onBadRow": "_spark.S.dead"}, streaming=True)
 
-    @pytest.mark.parametrize("streaming", [False, True], ids=["batch", "streaming"])
     def test_the_commit_logs_the_numbers(
-        self, server: NatsServer, stream: str, cache: Connections, caplog: pytest.LogCaptureFixture, streaming: bool
+        self, cell: Any, sink: Any, stream: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        source = JetStreamDataSource({"servers": server.url, "stream": stream, "onBadRow": "drop"})
-        writer: Any = source.streamWriter(SCHEMA, False) if streaming else source.writer(SCHEMA, False)
-        messages = [
-            Written("q", 5),
-            None,
-            Written("q", 4, 0, 2, 0, "row 3 of partition 2: why"),
-            Written("q", 1, 0, 1, 4),
-        ]
-        writer.commit([Written("q", 5)], *[7] * streaming)
-        assert not caplog.text
-        writer.commit(messages, *[7] * streaming)
-        numbers = f"bad rows of micro-batch {7 * streaming}: dropped: 3, stored as dead letters: 4"
-        assert caplog.messages == [f"stream '{stream}': {numbers}; for example row 3 of partition 2: why"]
+        bad, good = bad_and_good(stream)
+        for streaming in (False, True):
+            with cell(streaming):
+                target = sink(stream, "dedupe", COLUMNS, onBadRow="drop")
+                target.write([good], streaming=streaming)
+                assert not caplog.text
+                target.write([good, bad[:3], [bad[3], *good]], batch=7, streaming=streaming)
+                numbers = f"bad rows of micro-batch {7 * streaming}: dropped: 4, stored as dead letters: 0"
+                example = "row 0 of partition 1: its subject is null"
+                assert caplog.messages[-1] == f"stream '{stream}': {numbers}; for example {example}"
+                caplog.clear()
 
 
 def test_one_bad_row_does_not_wedge_a_query(

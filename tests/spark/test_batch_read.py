@@ -151,7 +151,7 @@ def test_an_unsupported_schema_is_refused(cell: Any) -> None:
     for name, kind, message in [
         ("nope", BinaryType(), f"column 'nope' does not exist; the format has: {DDL}"),
         ("value", BinaryType(), "column 'value' does not exist; the format has: stream string"),
-        ("Seq", LongType(), "; did you mean 'seq'?"),
+        ("sec", LongType(), "; did you mean 'seq'?"),
         ("data", StringType(), "column 'data' is binary, not string; declare that type and cast the column"),
         ("seq", IntegerType(), "column 'seq' is bigint, not int"),
         ("time", TimestampNTZType(), "column 'time' is timestamp, not timestamp_ntz"),

@@ -85,6 +85,19 @@ def test_planning_imports_nothing_that_reads_or_writes_rows(imported: list[set[s
     assert not {"pyarrow", "numpy", "pandas"} & imported[2]
 
 
+def test_no_process_imports_what_only_type_checkers_need(imported: list[set[str]]) -> None:
+    assert not {name for modules in imported for name in modules if name.startswith("typing_extensions")}
+
+
+def test_writing_imports_nothing_that_reads_rows() -> None:
+    sinks = "import jetstream_ext.spark.sink, jetstream_ext.spark.ledger, jetstream_ext.spark.kv_sink"
+    code = f"import sys; {sinks}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = set(done.stdout.split())
+    assert not {"pandas", "typing_extensions", "sqlite3", "jetstream_ext.kv.table", "pyarrow.compute"} & found
+    assert not {f"jetstream_ext.spark.{name}" for name in ("reading", "streaming", "feed", "kv_parts")} & found
+
+
 def test_reading_imports_no_pandas(imported: list[set[str]]) -> None:
     assert "jetstream_ext.spark.reading" in imported[3]
     assert not {name.split(".")[1] for name in ours(imported[3])} & {"arrow", "kv", "log"}

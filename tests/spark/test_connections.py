@@ -1,7 +1,6 @@
 """The connections of a worker process."""
 
 import asyncio
-import dataclasses
 import os
 import shutil
 import socket
@@ -35,7 +34,7 @@ Names = Callable[[], list[str]]
 @pytest.fixture
 def options(guarded: NatsServer, secret: str, monkeypatch: pytest.MonkeyPatch) -> ConnectionOptions:
     monkeypatch.setenv("JETSTREAM_EXT_PASSWORD", secret)
-    return ConnectionOptions((guarded.url,), user="all", password_env="JETSTREAM_EXT_PASSWORD", timeout=5)
+    return ConnectionOptions(servers=(guarded.url,), user="all", password_env="JETSTREAM_EXT_PASSWORD", timeout=5)
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -63,7 +62,7 @@ def test_a_connection_is_kept_between_tasks(
 
 def test_an_unused_connection_answers_pings(cache: Connections) -> None:
     with NatsServer(config='ping_interval: "2s"\nping_max: 2') as impatient:
-        options = ConnectionOptions((impatient.url,), timeout=5)
+        options = ConnectionOptions(servers=(impatient.url,), timeout=5)
         with cache.lend(options, "pinged") as lease:
             client = lease.connection.client
         time.sleep(7)  # the server disconnects clients that miss two pings
@@ -99,7 +98,7 @@ def test_a_wrong_password_fails_at_once(
     cache: Connections, options: ConnectionOptions, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JETSTREAM_EXT_PASSWORD", "wrong")
-    patient = dataclasses.replace(options, timeout=60)
+    patient = ConnectionOptions(**vars(options) | {"timeout": 60})
     start = time.monotonic()
     with pytest.raises(ConnectError, match=r"(?i)authorization") as caught, cache.lend(patient, "x"):
         pass
@@ -111,7 +110,7 @@ def test_a_wrong_password_fails_at_once(
 
 
 def test_an_unreachable_server_is_a_connect_error(cache: Connections) -> None:
-    options = ConnectionOptions(("nats://127.0.0.1:1",), timeout=2)
+    options = ConnectionOptions(servers=("nats://127.0.0.1:1",), timeout=2)
     with (
         pytest.raises(ConnectError, match=r"127\.0\.0\.1:1 within 2 s: .*Connect call failed"),
         cache.lend(options, "x"),
@@ -128,7 +127,7 @@ def test_a_server_that_stops_in_the_tls_handshake_is_a_connect_error(cache: Conn
             return peer
 
         def connect() -> None:
-            options = ConnectionOptions((f"nats://127.0.0.1:{listener.getsockname()[1]}",), timeout=1)
+            options = ConnectionOptions(servers=(f"nats://127.0.0.1:{listener.getsockname()[1]}",), timeout=1)
             with pytest.raises(ConnectError, match="within 1 s"), cache.lend(options, "x"):
                 pass
 
@@ -140,7 +139,7 @@ def test_a_server_that_stops_in_the_tls_handshake_is_a_connect_error(cache: Conn
 
 
 def test_a_timeout_names_the_missing_permission(cache: Connections, options: ConnectionOptions) -> None:
-    less = ConnectionOptions(options.servers, user="less", password_env="JETSTREAM_EXT_PASSWORD", timeout=5)
+    less = ConnectionOptions(servers=options.servers, user="less", password_env="JETSTREAM_EXT_PASSWORD", timeout=5)
     with (
         pytest.raises(RefusedError, match=r"(?i)permissions Violation for Publish to .*\$JS.API.STREAM.INFO.A"),
         cache.lend(less, "less") as lease,
@@ -155,7 +154,7 @@ def test_the_context_uses_the_domain_or_prefix(cell: Any) -> None:
         ({"api_prefix": "JS.other"}, "JS.other"),
     ]:
         with cell(where, prefix):
-            context = WorkerConnection(ConnectionOptions(("nats://unused",), timeout=7, **where)).context()  # type: ignore[arg-type]
+            context = WorkerConnection(ConnectionOptions(servers=("nats://unused",), timeout=7, **where)).context()  # type: ignore[arg-type]
             assert (context._prefix, context._timeout) == (prefix, 7)
 
 
@@ -174,7 +173,11 @@ def test_tls_authenticates_server_and_client(cache: Connections, tmp_path: Path)
                     ca_file: "{pem["client.pem"]}", verify: true}}"""
     with NatsServer(config=tls) as server:
         trusted = ConnectionOptions(
-            (server.url,), tls_ca=pem["server.pem"], tls_cert=pem["client.pem"], tls_key=pem["client.key"], timeout=5
+            servers=(server.url,),
+            tls_ca=pem["server.pem"],
+            tls_cert=pem["client.pem"],
+            tls_key=pem["client.key"],
+            timeout=5,
         )
         with cache.lend(trusted, "tls") as lease:
             assert lease.run(rtt(lease.connection.client)) > 0
@@ -184,10 +187,10 @@ def test_tls_authenticates_server_and_client(cache: Connections, tmp_path: Path)
             check=True,
             capture_output=True,
         )
-        locked = dataclasses.replace(trusted, tls_key=str(tmp_path / "locked.key"))
+        locked = ConnectionOptions(**vars(trusted) | {"tls_key": str(tmp_path / "locked.key")})
         with pytest.raises(OptionError, match="unencrypted"), cache.lend(locked, "x"):
             pass
-        stranger = ConnectionOptions((server.url,), tls_ca=pem["client.pem"], timeout=3)
+        stranger = ConnectionOptions(servers=(server.url,), tls_ca=pem["client.pem"], timeout=3)
         with pytest.raises(ConnectError, match="CERTIFICATE_VERIFY_FAILED"), cache.lend(stranger, "x"):
             pass
 
@@ -206,7 +209,7 @@ def test_an_invalid_reference_is_named_without_its_value(cell: Any, cache: Conne
         with cell(given, message):
             with (
                 pytest.raises(OptionError, match=message) as caught,
-                cache.lend(ConnectionOptions((server.url,), **given), "x"),  # type: ignore[arg-type]
+                cache.lend(ConnectionOptions(servers=(server.url,), **given), "x"),  # type: ignore[arg-type]
             ):
                 pass
             assert "JETSTREAM_EXT_NOT_SET" not in str(caught.value)
@@ -221,13 +224,13 @@ def test_unusable_credentials_files_are_refused(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     with (
         pytest.raises(OptionError, match=r"'credsFile'.*no user JWT"),
-        cache.lend(ConnectionOptions((server.url,), creds_file=str(wrong)), "x"),
+        cache.lend(ConnectionOptions(servers=(server.url,), creds_file=str(wrong)), "x"),
     ):
         pass
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with (
         pytest.raises(OptionError, match=r"'nkeyFile'.*nats-py\[nkeys\]"),
-        cache.lend(ConnectionOptions((server.url,), nkey_file=str(wrong)), "x"),
+        cache.lend(ConnectionOptions(servers=(server.url,), nkey_file=str(wrong)), "x"),
     ):
         pass
 
@@ -278,7 +281,7 @@ def test_a_connection_that_is_closed_during_an_outage_leaves_no_task(
         await lease.connection.client.publish("a")
 
     def lose(server: NatsServer) -> None:
-        with cache.lend(ConnectionOptions((server.url,)), "lost") as lease:
+        with cache.lend(ConnectionOptions(servers=(server.url,)), "lost") as lease:
             lease.run(lease.connection.context().account_info())
             server.kill()
             eventually(lambda: not lease.connection.client.is_connected)

@@ -8,8 +8,8 @@ import pytest
 from jetstream_ext.spark import options
 
 PAGE = Path(__file__).parents[2] / "docs" / "spark.md"
-STREAMS = {*options.CONNECTION_OPTIONS, *options.READ_OPTIONS, *options.WRITE_OPTIONS}
-BUCKETS = {*options.KV_OPTIONS, *options.FEED_OPTIONS, *options.KV_WRITE_OPTIONS}
+STREAMS = {*options.ConnectionOptions.names(), *options.ReadOptions.names(), *options.WriteOptions.names()}
+BUCKETS = {*options.KvOptions.names(), *options.FeedOptions.names(), *options.KvWriteOptions.names()}
 
 
 def named(rows: list[str]) -> set[str]:

@@ -167,7 +167,7 @@ def test_a_replay_in_other_partitions_is_refused(spark: SparkSession, pipeline: 
     options = {"servers": pipeline.server.url, "stream": pipeline.sink, "semantics": "transactional"}
     writer = frame.writeStream.format("jetstream").options(**options, sinkPartitions="3").trigger(availableNow=True)
     query = writer.option("checkpointLocation", str(pipeline.checkpoint)).start()
-    with pytest.raises(StreamingQueryException, match="was first stored with 2 partitions and now has 3"):
+    with pytest.raises(StreamingQueryException, match="first stored with sinkPartitions=2, and it is 3 now"):
         query.awaitTermination()
     pipeline.check()
     pipeline.run(spark, "transactional")

@@ -15,8 +15,7 @@ from nats.js.api import KeyValueConfig, StreamConfig, StreamSource
 from nats.js.kv import KeyValue
 from pyspark.sql.datasource import CaseInsensitiveDict
 
-import jetstream_ext.kv as kvx
-from jetstream_ext.spark import streaming
+from jetstream_ext.spark import waiting
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.options import FeedOptions, OptionError
 from jetstream_ext.spark.planning import DataLossError, PlanningError
@@ -33,8 +32,7 @@ Make = Callable[..., str]
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jetstream_ext.client.api.SETTLE", 0.2)
-    monkeypatch.setattr(streaming, "_FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(streaming, "_LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(waiting, "_LONGEST_PAUSE", 0.001)
 
 
 class Feed:
@@ -240,16 +238,13 @@ class TestRows:
         with_js(expire)
         assert changes(query.drain()) == [(2, "a", "PURGE", b"")]
 
-    def test_a_replica_that_lags_repeats_no_key_of_the_snapshot(
-        self, with_js: Any, cache: Connections, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_replica_that_lags_repeats_no_key_of_the_snapshot(self, with_js: Any, cache: Connections) -> None:
         """It still has messages that others had replaced before the snapshot."""
-        monkeypatch.setattr("jetstream_ext.spark.kv_parts.has_no_older_values", lambda _: False)  # as in a cluster
         faults = Faults()
         with ReferenceServer(faults=faults) as server:
 
             async def create(js: JetStreamContext) -> None:
-                kv = await js.create_key_value(KeyValueConfig(bucket="B", direct=True))
+                kv = await js.create_key_value(KeyValueConfig(bucket="B", direct=True, history=2))
                 for number in range(30):
                     await kv.put(f"k{number % 10}", b"%d" % number)
 
@@ -263,54 +258,6 @@ class TestRows:
                 rows += [row for batch in query.reader.read(part) for row in batch.to_pylist()]
                 faults.remove(stale)
             assert [row["revision"] for row in rows] == list(range(21, 31))
-
-
-FOREIGN = "_spark.KV_{}.q.0"
-
-
-async def add_foreign(js: JetStreamContext, bucket: str) -> None:
-    config = (await js.stream_info(f"KV_{bucket}")).config
-    await js.update_stream(config.evolve(subjects=[*(config.subjects or ()), f"_spark.KV_{bucket}.>"]))
-    for number in range(7):
-        await js.publish(FOREIGN.format(bucket), b"%d" % number)
-    kv = await js.key_value(bucket)
-    await kv.put("a", b"a3")
-    await js.publish(FOREIGN.format(bucket), b"last")
-
-
-class TestForeignSubjects:
-    """The bucket's stream stores other subjects as well, as for markers of a sink."""
-
-    @pytest.fixture
-    def shared(self, make: Make, with_js: Any) -> str:
-        async def fill(kv: KeyValue) -> None:
-            await kvx.enable(kv)  # it records since when the limits hold, which a read of the past needs
-            await five(kv)
-
-        bucket = make(fill, history=5)
-        with_js(lambda js: add_foreign(js, bucket))
-        return bucket
-
-    def test_the_feed_has_no_rows_for_them(self, cell: Any, shared: str, feed: Callable[..., Feed]) -> None:
-        for start, keys in itertools.product(["snapshot", "1"], [">", "a,d,e"]):
-            with cell(start, keys):
-                query = feed(shared, startingOffsets=start, keys=keys, minPartitions="3")
-                rows = query.drain()
-                assert {row["key"] for row in rows} <= set("abcde")
-                assert changes(rows)[-1][1:] == ("a", "PUT", b"a3")
-                assert query.drain() == []
-
-    def test_the_batch_reader_of_a_large_bucket_has_no_rows_for_them(
-        self, make: Make, server: NatsServer, cache: Connections, with_js: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        for name, limit in (("_MOST_LISTED", 0), ("_SMALL_LOG", 0), ("_MESSAGES_PER_RANGE", 3)):
-            monkeypatch.setattr(f"jetstream_ext.spark.kv.{name}", limit)
-        bucket = make()
-        with_js(lambda js: add_foreign(js, bucket))
-        source = DefaultSource(CaseInsensitiveDict({"servers": server.url, "bucket": bucket}))
-        reader: Any = source.reader(source.schema())
-        rows = [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
-        assert {row["key"]: row["value"] for row in rows} == {"a": b"a3", "d": b"d", "e": b"e"}
 
 
 class TestLoss:
@@ -461,8 +408,8 @@ def test_a_streaming_read_refuses_an_option_without_effect(cell: Any) -> None:
     for given, message in [
         ({"startingOffsets": "earliest"}, "'startingOffsets': 'earliest' is not 'snapshot', 'latest' or a revision"),
         ({"startingOffsets": "0"}, "'startingOffsets': '0' is not"),
-        ({"asOf": "5"}, "'asof': it is for batch reads; a streaming query starts at 'startingOffsets'"),
-        ({"consistency": "strict"}, "'consistency': it is for batch reads"),
+        ({"asOf": "5"}, "'asOf': it applies only to batch reads; a streaming query starts at 'startingOffsets'"),
+        ({"consistency": "strict"}, "'consistency': it applies only to batch reads"),
         ({"includeDeleted": "true", "startingOffsets": "latest"}, "'includeDeleted': it applies to the snapshot"),
         ({"maxTriggerDelay": "1m"}, "'maxTriggerDelay': it limits the wait"),
         ({"maxRowsPerTrigger": "1", "maxOffsetsPerTrigger": "1"}, "cannot be combined"),

@@ -28,8 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read a few messages with each request, so that the bucket changes in the middle of a partition; never wait."""
     monkeypatch.setattr("jetstream_ext.client.api.SETTLE", 0.2)
     monkeypatch.setattr("jetstream_ext.spark.reading.DEFAULT_MAX_BYTES", 2000)
-    monkeypatch.setattr("jetstream_ext.spark.streaming._FIRST_PAUSE", 0.0)
-    monkeypatch.setattr("jetstream_ext.spark.streaming._LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr("jetstream_ext.spark.waiting._LONGEST_PAUSE", 0.001)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["with the start", "without the start"])

@@ -96,6 +96,19 @@ async def test_a_query_starts_at_a_sequence(js: JetStreamContext, make: Callable
     assert await waiting.latest(js, start) == start
 
 
+async def test_each_stream_may_start_at_another_end(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+    whole, new = await make(10), await make(10)
+    query = follower(whole, new, startingOffsets=json.dumps({whole: "earliest", new: "latest"}))
+    start = await query.initial(js)
+    assert seqs(start) == {whole: 0, new: 10}
+    assert await query.latest(js, start) == start  # it is pinned
+    await more(js, new, 1)
+    end = await query.latest(js, start)
+    assert [(part.stream, part.first, part.last) for part in await query.plan(js, start, end)] == [
+        (name, *span) for name in sorted((whole, new)) for span in ([(1, 10)] if name == whole else [(11, 11)])
+    ]
+
+
 async def test_a_query_starts_at_a_time(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
     name = await make(10)
     when = (await jsx.DirectGet(js, name).get(4)).time.isoformat()
@@ -129,11 +142,11 @@ async def test_streams_share_a_limit_by_their_backlogs(
     js: JetStreamContext, make: Callable[..., Awaitable[str]]
 ) -> None:
     large, small = await make(90), await make(10)
-    query = follower(large, small)
+    query = follower(large, small, maxRowsPerTrigger="20")
     offset = await query.initial(js)
     taken = []
     for _ in range(30):
-        last, offset = offset, await query.latest(js, offset, rows=20)
+        last, offset = offset, await query.latest(js, offset)
         if offset == last:
             break
         taken.append(tuple(seqs(offset)[name] for name in (large, small)))
@@ -142,9 +155,10 @@ async def test_streams_share_a_limit_by_their_backlogs(
     assert all(sum(after) - sum(before) <= 21 for before, after in itertools.pairwise(taken))
     state = (await js.stream_info(large)).state
     each = state.bytes / state.messages
-    by_size = await follower(large).latest(js, await follower(large).initial(js), size=int(each * 30.5))
+    start = await follower(large).initial(js)
+    by_size = await follower(large, maxBytesPerTrigger=f"{int(each * 30.5)}").latest(js, start)
     assert seqs(by_size) == {large: 30}
-    least = await follower(large).latest(js, await follower(large).initial(js), size=1)
+    least = await follower(large, maxBytesPerTrigger="1").latest(js, start)
     assert seqs(least) == {large: 1}
 
 
@@ -219,6 +233,17 @@ class TestLoss:
         assert (spans(parts), [part.from_head for part in parts]) == ([(11, 15), (16, 20)], [True, False])
         assert caplog.text.count("sequences 11 to 14") == 1
 
+    async def test_a_micro_batch_passes_what_has_all_expired(
+        self, js: JetStreamContext, read: tuple[str, Offset]
+    ) -> None:
+        name, start = read
+        await js.purge_stream(name)
+        for options in ({}, {"subjects": f"{name}.1", "maxRecordsPerPartition": "1"}):
+            lax = follower(name, failOnDataLoss="false", **options)
+            end = await lax.latest(js, start)
+            assert (seqs(end), await lax.plan(js, start, end)) == ({name: 20}, [])
+            assert await lax.latest(js, end) == end
+
     async def test_a_stream_that_lost_its_end_is_a_loss(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
         name, start = read
         start["streams"][name] |= {"seq": 30, "ends": []}
@@ -228,8 +253,8 @@ class TestLoss:
         end = await lax.latest(js, start)
         for query in (lax, follower(name)):
             assert spans(await query.plan(js, start, end)) == [(1, 10), (11, 20)]
-        end = {"v": 1, "streams": {name: {"created": start["streams"][name]["created"], "seq": 20}}}
-        with pytest.raises(DataLossError, match=r"ended at sequence 20 .* had already read up to 30"):
+        end = {"v": 2, "streams": {name: {"created": start["streams"][name]["created"], "seq": 20, "head": 1}}}
+        with pytest.raises(DataLossError, match=r"ends at sequence 20, .* has already read up to 30"):
             await follower(name).plan(js, start, end)
 
     async def test_a_missing_stream_is_a_loss(
@@ -287,7 +312,7 @@ class TestRecreation:
         end = await query.latest(js, start)
         await js.delete_stream(name)
         await make(3, name)
-        with pytest.raises(DataLossError, match="are lost: the stream was deleted and re-created"):
+        with pytest.raises(DataLossError, match="was deleted and re-created"):
             await follower(name, failOnDataLoss="false", onRecreate="fail").plan(js, start, end)
 
     async def test_keep_waits_before_spark_4_2_where_the_stream_is_away_for_a_while(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import closing
 from typing import Any
 
@@ -11,11 +10,11 @@ import pytest
 from pyspark.sql.types import BinaryType, DoubleType, IntegerType, LongType, StringType, StructField, StructType
 
 from jetstream_ext.kv.commit import Staged
-from jetstream_ext.spark.bad_rows import BadRow, BadRows
+from jetstream_ext.spark.bad_rows import BadRow, BadRows, TaskResult
 from jetstream_ext.spark.kv_rows import KeyWrite, KvColumns, KvRowReader, LastRows
 from jetstream_ext.spark.kv_source import JetStreamKvDataSource
 from jetstream_ext.spark.options import KvWriteOptions, OptionError
-from jetstream_ext.spark.row_sizes import RowSizes
+from jetstream_ext.spark.rows import RowSizes
 from jetstream_ext.types import NEVER
 
 TYPES = {
@@ -39,14 +38,14 @@ class Refused(BadRows):
     """Keeps the bad rows."""
 
     def __init__(self) -> None:
-        super().__init__("drop", what="a test")
+        super().__init__("drop", "a test", "S", TaskResult(writer="q"), 0)
         self.rows: list[BadRow] = []
 
     def add(self, bad: BadRow) -> None:
         self.rows.append(bad)
 
 
-def read(rows: list[tuple[Any, ...]], *, arrow: bool = True, **options: str) -> tuple[list[KeyWrite], list[BadRow]]:
+def read(rows: list[tuple[Any, ...]], **options: str) -> tuple[list[KeyWrite], list[BadRow]]:
     """Return what becomes of rows that have all columns."""
     schema = schema_of(COLUMNS)
     if "ttl" in options:
@@ -55,31 +54,21 @@ def read(rows: list[tuple[Any, ...]], *, arrow: bool = True, **options: str) -> 
     parsed = KvWriteOptions.parse({"servers": "nats://unused:4222", "bucket": "b"} | options, streaming=False)
     bad, last = Refused(), LastRows(7)
     reader = KvRowReader(KvColumns.of(schema, parsed), parsed, *2 * [RowSizes(1000, "the limit (1000)", 100)], bad)
-    if arrow:
-        types = {"binary": pa.binary(), "string": pa.string(), "bigint": pa.int64()}
-        fields = [pa.field(one.name, types[one.dataType.simpleString()]) for one in schema.fields]
-        batch = pa.RecordBatch.from_arrays(
-            [pa.array([row[at] for row in rows], one.type) for at, one in enumerate(fields)], schema=pa.schema(fields)
-        )
-        read = reader.from_arrow(batch)
-    else:
-        read = reader.from_rows(rows)
+    types = {"binary": pa.binary(), "string": pa.string(), "bigint": pa.int64()}
+    fields = [pa.field(one.name, types[one.dataType.simpleString()]) for one in schema.fields]
+    batch = pa.RecordBatch.from_arrays(
+        [pa.array([row[at] for row in rows], one.type) for at, one in enumerate(fields)], schema=pa.schema(fields)
+    )
     with closing(last):
-        for row in read:
-            last.add(*row)
+        last.add(reader.read(batch))
         return list(last), bad.rows
 
 
-def test_the_last_row_of_each_key_in_the_order_of_these_rows(cell: Any) -> None:
-    for arrow in [True, False]:
-        with cell(arrow):
-            rows = [("a", None, b"1", None, None), ("b", "PUT", None, None, None), ("a", "DEL", None, None, 3)]
-            writes, bad = read(rows, arrow=arrow)
-            assert not bad
-            assert writes == [
-                KeyWrite("b", b"", Staged("PUT"), 1, 7),
-                KeyWrite("a", b"", Staged("DEL", expected=3), 2, 7),
-            ]
+def test_the_last_row_of_each_key_in_the_order_of_these_rows() -> None:
+    rows = [("a", None, b"1", None, None), ("b", "PUT", None, None, None), ("a", "DEL", None, None, 3)]
+    writes, bad = read(rows)
+    assert not bad
+    assert writes == [KeyWrite("b", b"", Staged("PUT"), 1, 7), KeyWrite("a", b"", Staged("DEL", expected=3), 2, 7)]
 
 
 def test_values_beyond_the_memory_are_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,10 +100,9 @@ BAD = {
 
 
 def test_a_row_that_can_never_be_stored_is_bad(cell: Any) -> None:
-    for arrow, what in itertools.product([True, False], BAD):
-        with cell(arrow, what):
-            row, reason = BAD[what]
-            writes, bad = read([ROW, row, ("last", None, b"", None, None)], arrow=arrow)
+    for what, (row, reason) in BAD.items():
+        with cell(what):
+            writes, bad = read([ROW, row, ("last", None, b"", None, None)])
             assert [write.key for write in writes] == ["k", "last"]
             assert [(one.row, one.subject, one.data) for one in bad] == [(1, row[0], row[2] or b"")]
             assert reason in bad[0].reason
@@ -161,8 +149,8 @@ def test_markers_have_subjects_of_their_own(cell: Any) -> None:
 
 def test_options_without_effect_are_refused(cell: Any) -> None:
     for given, problem in [
-        ({"ttl": "500ms"}, "option 'ttl': '500ms' is not a whole number of seconds"),
-        ({"asOf": "now"}, "option 'asof': it applies only to reads"),
+        ({"ttl": "500ms"}, "option 'ttl': a TTL must be a whole number of seconds of at least 1"),
+        ({"asOf": "now"}, "option 'asOf': it applies only to batch reads"),
         ({"transactionRows": "999"}, "999 is more than 998"),
         ({"writeId": "a", "txnAppId": "b", "txnVersion": "1"}, "cannot be combined"),
     ]:

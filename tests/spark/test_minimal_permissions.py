@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,25 +16,15 @@ from typing import Any
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig, StreamConfig
-from pyspark.sql.types import StructType
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.kv.commit import Staged
-from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.spark import kv, reading
-from jetstream_ext.spark.bad_rows import BadRows
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.kv import plan_kv
-from jetstream_ext.spark.kv_rows import KeyWrite, KvColumns
-from jetstream_ext.spark.kv_sink import check_target
 from jetstream_ext.spark.kv_source import JetStreamKvDataSource
-from jetstream_ext.spark.kv_transactions import DRIVER, Conflict, KeyTransactions, KvMicroBatch
-from jetstream_ext.spark.options import KvOptions, KvWriteOptions, ReadOptions, WriteOptions
+from jetstream_ext.spark.options import KvOptions, ReadOptions
 from jetstream_ext.spark.planning import plan_read
-from jetstream_ext.spark.row_sizes import RowSizes
-from jetstream_ext.spark.rows import Columns, RowReader, Rows
-from jetstream_ext.spark.sink import Task, check_sink, write_partition
 from jetstream_ext.spark.source import JetStreamDataSource
 from jetstream_ext.spark.streaming import HAS_LIMITS
 from jetstream_ext.testing import NatsServer
@@ -156,18 +147,16 @@ def test_reading_needs_only_the_documented_permissions(cell: Any, given: Any, ca
     ("user", "semantics"), [("writer", "dedupe"), ("writer", "none"), ("transactional", "transactional")]
 )
 def test_writing_needs_only_the_documented_permissions(
-    given: Any, cache: Connections, user: str, semantics: str
+    given: Any, sink: Any, cache: Connections, user: str, semantics: str
 ) -> None:
-    options = given(user) | {"stream": "S", "semantics": semantics}
-    if semantics == "transactional":
-        options["sinkPartitions"] = "1"
-    write = WriteOptions.parse(options, streaming=True)
-    with cache.lend(write.connection, "driver") as lease:
-        state = lease.run(check_sink(lease.connection.context(), write))
-        rows = [("S.a", b"%d" % row, None, None) for row in range(2500)]
-        for _ in range(2):  # the second attempt reads what the first one has stored
-            done = write_partition(write, state, Task("q", 0, 0), lambda *_: [Rows.of(rows)])
-        assert lease.connection.client.refusal is None
+    target = sink("S", semantics, **given(user) | ({"sinkPartitions": "1"} if semantics == "transactional" else {}))
+    rows = [("S.a", b"%d" % row) for row in range(2500)]
+    with pytest.raises(ZeroDivisionError):
+        target.write([[*rows, ZeroDivisionError()]])
+    with cache.lend(ReadOptions.parse(given(user) | {"stream": "S"}).connection, "driver") as lease:
+        for _ in range(2):  # the first attempt reads what the one before has stored
+            [done] = target.write([rows])
+            assert lease.connection.client.refusal is None
     assert (done.rows, done.skipped) == (2500, 2500 if semantics == "transactional" else 0)
 
 
@@ -175,23 +164,15 @@ def test_writing_needs_only_the_documented_permissions(
     ("user", "semantics"), [("diverting", "dedupe"), ("diverting", "none"), ("unasked", "transactional")]
 )
 def test_dead_letters_need_only_the_documented_permissions(
-    given: Any, cache: Connections, with_js: Any, guarded: NatsServer, user: str, semantics: str
+    given: Any, sink: Any, cache: Connections, with_js: Any, guarded: NatsServer, user: str, semantics: str
 ) -> None:
-    options = given(user) | {"stream": "S", "semantics": semantics, "onBadRow": "dead.rows"}
-    if semantics == "transactional":
-        options["sinkPartitions"] = "1"
-    write = WriteOptions.parse(options, streaming=True)
-    columns = Columns.of(StructType().add("subject", "string").add("data", "string"), write)
-
-    def read(sizes: RowSizes, bad: BadRows) -> Iterator[Rows]:
-        return RowReader(columns, write, ("S.*",), sizes, bad).chunks_from_rows(iter([("S.a", "1"), (None, "2")]))
-
-    with cache.lend(write.connection, "driver") as lease:
-        state = lease.run(check_sink(lease.connection.context(), write))
+    options = given(user) | ({"sinkPartitions": "1"} if semantics == "transactional" else {})
+    target = sink("S", semantics, onBadRow="dead.rows", **options)
+    with cache.lend(ReadOptions.parse(given(user) | {"stream": "S"}).connection, "driver") as lease:
+        writer = target.writer()
         # Without the permission, the driver does not know whether a stream stores the dead letters.
         assert (lease.connection.client.refusal is None) == (user == "diverting")
-    with cache.lend(write.connection, "executor") as lease:
-        done = write_partition(write, state, Task("q", 0, 0), read)
+        done = target.task(writer, [("S.a", b"1"), (None, b"2")])
         assert lease.connection.client.refusal is None
     assert (done.rows, done.diverted) == (1, 1)
     stored = with_js(lambda js: js.stream_info("DEAD"), guarded.url, user="admin", password=SECRET)
@@ -209,29 +190,16 @@ def test_buckets_need_only_the_documented_permissions(given: Any, cache: Connect
 
 
 @pytest.mark.parametrize("user", ["keys", "changes"])
-def test_writing_buckets_needs_only_the_documented_permissions(given: Any, cache: Connections, user: str) -> None:
-    changes = user == "changes"
-    options = KvWriteOptions.parse(given(user) | {"bucket": "B"}, streaming=True)
-    columns = KvColumns.of(StructType().add("key", "string").add("value", "string"), options)
-    writes = [KeyWrite(f"k.{row}", b"%d" % row, Staged("PUT"), row, 0) for row in range(2500)]
-
-    async def refuse(conflict: Conflict) -> None:
-        raise AssertionError(conflict.reason)
-
-    async def write(context: JetStreamContext, state: StreamState, attempt: str) -> tuple[int, int]:
-        batch = KvMicroBatch(context, options, state, "q", 0, attempt, only_changes=changes)
-        task, driver = KeyTransactions(batch, "0", refuse), KeyTransactions(batch, DRIVER, refuse)
-        assert await task.open()
-        await task.store(writes[:1500])
-        if attempt == "second":  # the first one died before
-            assert await driver.finish(writes[1500:])
-        return task.skipped, driver.skipped
-
-    with cache.lend(options.connection, "driver") as lease:
-        context = lease.connection.context()
-        target = lease.run(check_target(context, options, columns, only_changes=changes))
-        assert lease.run(write(context, target.state, "first")) == (0, 0)
-        assert lease.run(write(context, target.state, "second")) == (1500, 0)
+def test_writing_buckets_needs_only_the_documented_permissions(
+    given: Any, kv_sink: Any, cache: Connections, user: str
+) -> None:
+    target, changes = kv_sink("B", **given(user)), user == "changes"
+    rows = [(f"k.{row}", b"%d" % row) for row in range(2500)]
+    with cache.lend(ReadOptions.parse(given(user) | {"stream": "S"}).connection, "driver") as lease:
+        first = target.writer(overwrite=changes)
+        assert target.task(first, rows[:1500]).skipped == 0  # its driver dies
+        [done, _] = target.write([rows[:1500], rows[1500:]], overwrite=changes)
+        assert done.skipped == 1500
         assert lease.connection.client.refusal is None
 
 
@@ -259,3 +227,31 @@ def test_a_change_feed_needs_only_the_documented_permissions(
             start = end
         assert lease.connection.client.refusal is None
     assert rows[-1] == b"2"
+
+
+def test_a_query_without_the_permissions_for_a_doorbell_asks_again_and_again(
+    given: Any, guarded: NatsServer, with_js: Any, cache: Connections
+) -> None:
+    async def publish(js: JetStreamContext) -> int:
+        await js.publish("S.a", b"new")
+        return (await js.stream_info("S")).state.consumer_count
+
+    source = JetStreamDataSource(given("reader") | {"stream": "S"})
+    reader: Any = source.streamReader(source.schema())
+
+    def ask(start: Any) -> Any:
+        return reader.latestOffset(start, reader.getDefaultReadLimit()) if HAS_LIMITS else reader.latestOffset()
+
+    end = ask(reader.initialOffset())
+    for _ in range(2):
+        until = time.monotonic() + 1.5  # the server refuses the first kind of doorbell, then the second one
+        while time.monotonic() < until:
+            assert ask(end) == end
+            time.sleep(0.01)
+        assert with_js(publish, guarded.url, user="admin", password=SECRET) == 0
+        start, deadline = end, time.monotonic() + 30
+        while (end := ask(start)) == start:
+            assert time.monotonic() < deadline, "the query does not notice the message"
+            time.sleep(0.01)
+    rows = [row for part in reader.partitions(start, end) for batch in reader.read(part) for row in batch.to_pylist()]
+    assert [row["data"] for row in rows] == [b"new"]

@@ -61,7 +61,6 @@ async def test_an_empty_stream_has_no_partitions(js: JetStreamContext, stream_na
     other = await fill(js, stream_name())
     await js.purge_stream(other)
     assert await plan(js, other) == []
-    assert await plan(js, other, startingOffsets="latest") == []
 
 
 async def test_several_streams_share_the_partitions(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
@@ -92,7 +91,6 @@ async def test_sequences_bound_the_read(cell: Any, js: JetStreamContext, stream_
         ("3", "latest", (3, 10)),
         ("10", "10", (10, 10)),
         ("11", "latest", None),
-        ("latest", "latest", None),
         ("5", "4", None),
     ]:
         with cell(start, end, expected):

@@ -29,8 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jetstream_ext.client.api.SETTLE", 0.2)
     monkeypatch.setattr("jetstream_ext.spark.reading.DEFAULT_MAX_BYTES", 300)
     monkeypatch.setattr("jetstream_ext.spark.reading._ROWS", 1)
-    monkeypatch.setattr("jetstream_ext.spark.streaming._FIRST_PAUSE", 0.0)
-    monkeypatch.setattr("jetstream_ext.spark.streaming._LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr("jetstream_ext.spark.waiting._LONGEST_PAUSE", 0.001)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["with the start", "without the start"])

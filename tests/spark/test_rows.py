@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark.sql import Row
 from pyspark.sql.types import ArrayType, BinaryType, LongType, MapType, StringType, StructType
 
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.headers import check_header
-from jetstream_ext.spark.bad_rows import BadRow, BadRows, RowError
+from jetstream_ext.spark.bad_rows import BadRow, BadRows, RowError, TaskResult
+from jetstream_ext.spark.digests import Rows
 from jetstream_ext.spark.options import WriteOptions
-from jetstream_ext.spark.row_sizes import RowSizes
-from jetstream_ext.spark.rows import Columns, Message, RowReader, Rows
+from jetstream_ext.spark.rows import Columns, RowReader, RowSizes, record_batches
 
 ONE, SEVERAL = MapType(StringType(), StringType()), MapType(StringType(), ArrayType(StringType()))
 ARROW = {
@@ -37,23 +39,30 @@ class Collected(BadRows):
     """The bad rows of a partition."""
 
     def __init__(self) -> None:
-        super().__init__("drop", what="a test")
+        super().__init__("drop", "a test", "S", TaskResult(writer="q"), 0)
         self.rows: list[BadRow] = []
 
     def add(self, bad: BadRow) -> None:
         self.rows.append(bad)
 
 
-def _read(
+Message = tuple[str, bytes, dict[str, str] | None, str | None]
+
+
+def messages(rows: Rows) -> list[Message]:
+    """Return each row's subject, data, headers and id."""
+    none = itertools.repeat(None)
+    return list(zip(rows.subjects, rows.data, rows.headers or none, rows.ids or none, strict=False))  # type: ignore[arg-type]
+
+
+def read(
     *rows: tuple[Any, ...],
-    arrow: bool,
     several: bool = False,
     ttl: Any = None,
     bad: BadRows | None = None,
-    sizes: RowSizes = SIZES,
     **options: str,
-) -> Rows:
-    """Make messages of rows of subject, data, headers and (with dedupe) id, from Arrow or from single rows.
+) -> list[Message]:
+    """Return the messages of rows of subject, data, headers and (with dedupe) id.
 
     With a type of the column `ttl`, rows also have that. Bad rows are an error, unless they go to `bad`.
     """
@@ -67,13 +76,12 @@ def _read(
     if ttl is not None:
         schema = schema.add("msgTtl", ttl)
     parsed = WriteOptions.parse(given, streaming=True)
-    what = "stream 'S', partition 3 of micro-batch 7"
-    collected = BadRows(parsed.on_bad_row, what=what) if bad is None else bad
-    reader = RowReader(Columns.of(schema, parsed), parsed, STREAM.subjects, sizes, collected)
+    collected = (
+        BadRows(parsed.on_bad_row, "stream 'S'", "S", TaskResult(writer="q", batch=7), 3) if bad is None else bad
+    )
+    reader = RowReader(Columns.of(schema, parsed), parsed, STREAM.subjects, SIZES, collected)
     width = len(schema.fields)
     table = [(*row, *[None] * 5)[:width] for row in rows]
-    if not arrow:
-        return reader.from_rows(table)
     arrays = [
         pa.array(
             [list(row[index].items()) if isinstance(row[index], dict) else row[index] for row in table],
@@ -81,32 +89,18 @@ def _read(
         )
         for index, field in enumerate(schema.fields)
     ]
-    return reader.from_arrow(pa.RecordBatch.from_arrays(arrays, names=schema.names))
-
-
-def read(*rows: tuple[Any, ...], bad: Collected | None = None, **given: Any) -> Rows:
-    """Return the messages of rows: the same ones from Arrow as from single rows, with the same bad rows."""
-    try:
-        messages = _read(*rows, arrow=True, bad=bad, **given)
-    except RowError as error:
-        with pytest.raises(RowError, match=f"^{re.escape(str(error))}$"):
-            _read(*rows, arrow=False, **given)
-        raise
-    others = None if bad is None else Collected()
-    assert list(_read(*rows, arrow=False, bad=others, **given)) == list(messages)
-    assert bad is None or others is None or others.rows == bad.rows
-    return messages
+    return messages(reader.read(pa.RecordBatch.from_arrays(arrays, names=schema.names)))
 
 
 def test_rows_become_messages() -> None:
     rows = [("s.a", b"x", {"A": "1"}, "id"), ("s.b", b"", None, None), ("s.a", None, {}, None)]
-    assert list(read(*rows)) == [("s.a", b"x", {"A": "1"}, "id"), ("s.b", b"", None, None), ("s.a", b"", None, None)]
+    assert (read(*rows)) == [("s.a", b"x", {"A": "1"}, "id"), ("s.b", b"", None, None), ("s.a", b"", None, None)]
 
 
 def test_headers_that_were_read_are_written_without_the_message_id() -> None:
     kept = {"nats-rollup": "all", "Natsy": "stays", "Nats-TTL": "60", "Nats-Marker-Reason": "MaxAge", "Nats-Own": "x"}
-    assert list(read(("s.a", b"", {"Nats-Msg-Id": "1", **kept}))) == [("s.a", b"", kept, None)]
-    assert list(read(("s.a", b"", kept, "id"))) == [("s.a", b"", kept, "id")]
+    assert (read(("s.a", b"", {"Nats-Msg-Id": "1", **kept}))) == [("s.a", b"", kept, None)]
+    assert (read(("s.a", b"", kept, "id"))) == [("s.a", b"", kept, "id")]
 
 
 def test_headers_keep_several_values() -> None:
@@ -165,55 +159,21 @@ def test_dedupe_refuses_headers_with_several_values() -> None:
         read(("s.a", b"", {"A": ["1", "2"]}), several=True)
 
 
-def test_texts_with_surrogates_are_bad() -> None:
-    bad, wrong = Collected(), "s.\udcff"
-    schema = StructType().add("subject", StringType()).add("data", StringType())
-    schema = schema.add("headers", ONE).add("msgId", StringType())
-    options = WriteOptions.parse({"servers": "nats://unused", "stream": "S"}, streaming=True)
-    reader = RowReader(Columns.of(schema, options), options, STREAM.subjects, SIZES, bad)
-    rows = [("s.a", "0", None, None), (wrong, "1", {}, None), ("s.a", "2", {"A": wrong}, None)]
-    kept = reader.from_rows(
-        [*rows, ("s.a", "3", None, wrong), ("s.a", "4", None, None), ("s.a", "\ud83d5", None, None)]
-    )
-    half = bad.rows.pop()
-    assert half.reason == "its data has half of a surrogate pair, which UTF-8 cannot encode"
-    assert half.data == b"\xed\xa0\xbd5"
-    check_surrogates(list(kept), bad)
+def test_rows_of_spark_4_0_are_read_like_record_batches() -> None:
+    """Spark before 4.1 passes rows to a streaming sink; text that is not UTF-8 fails in its own code."""
+    schema = StructType().add("subject", StringType()).add("data", BinaryType()).add("headers", SEVERAL)
+    rows = [Row(subject="s.a", data=b"%d" % number, headers={"A": ["1", "2"]}) for number in range(2500)]
+    found = [row for batch in record_batches(iter(rows), schema) for row in batch.to_pylist()]
+    assert found == [{"subject": "s.a", "data": row.data, "headers": [("A", ["1", "2"])]} for row in rows]
 
+    def failing() -> Iterator[Row]:
+        yield rows[0]
+        b"\xff".decode()
 
-def test_arrow_texts_that_are_not_utf8_are_bad() -> None:
-    """Spark passes any bytes as a string."""
-
-    def texts(*values: bytes | None) -> Any:
-        return pa.array(values, pa.binary()).view(pa.string())
-
-    bad = Collected()
-    schema = StructType().add("subject", StringType()).add("data", StringType())
-    schema = schema.add("headers", ONE).add("msgId", StringType())
-    options = WriteOptions.parse({"servers": "nats://unused", "stream": "S"}, streaming=True)
-    reader = RowReader(Columns.of(schema, options), options, STREAM.subjects, SIZES, bad)
-    columns = [
-        texts(b"s.a", b"s.\xff", b"s.a", b"s.a", b"s.a"),
-        texts(b"0", b"1", b"2", b"3", b"4"),
-        pa.MapArray.from_arrays([0, 0, 0, 1, 1, 1], texts(b"A"), texts(b"\xff")),
-        texts(None, None, None, b"\xff", None),
-    ]
-    kept = reader.from_arrow(pa.RecordBatch.from_arrays(columns, names=schema.names))
-    check_surrogates(list(kept), bad)
-    [row] = reader.from_arrow(
-        pa.RecordBatch.from_arrays([texts(b"s.a"), texts(b"\xff"), columns[2][:1], texts(None)], names=schema.names)
-    )
-    assert row == ("s.a", b"\xff", None, None)
-
-
-def check_surrogates(kept: list[Message], bad: Collected) -> None:
-    assert kept == [("s.a", b"0", None, None), ("s.a", b"4", None, None)]
-    assert [(row.row, row.data) for row in bad.rows] == [(1, b"1"), (2, b"2"), (3, b"3")]
-    assert [row.reason for row in bad.rows] == [
-        "its subject 's.\\udcff' is not UTF-8",
-        "its header 'A' is not UTF-8",
-        "its header 'Nats-Msg-Id' is not UTF-8",
-    ]
+    with pytest.raises(
+        RowError, match=r"a text column has a row that is not UTF-8 .*; cast the column to binary, or use"
+    ):
+        list(record_batches(failing(), schema))
 
 
 def test_the_time_to_live_is_a_header(cell: Any) -> None:
@@ -244,7 +204,7 @@ def test_an_invalid_time_to_live_is_bad(cell: Any) -> None:
         with cell(kind, values):
             bad = Collected()
             rows = [("s.a", b"", None, None, given) for given in values]
-            assert list(read(*rows, ("s.a", b"good", None, None, values[0]), bad=bad, ttl=kind)) == []
+            assert (read(*rows, ("s.a", b"good", None, None, values[0]), bad=bad, ttl=kind)) == []
             assert [row.row for row in bad.rows] == list(range(len(values) + 1))
             assert all(row.reason.startswith("its msgTtl is invalid: ") for row in bad.rows)
 
@@ -262,7 +222,9 @@ def test_a_header_is_good_exactly_if_it_can_be_sent(name: str, value: str) -> No
     options = WriteOptions.parse({"servers": "nats://unused", "stream": "S", "subject": "s.a"}, streaming=True)
     columns = Columns.of(StructType().add("data", BinaryType()).add("headers", ONE), options)
     bad = Collected()
-    RowReader(columns, options, ("s.>",), SIZES, bad).from_rows([(b"", {name: value})])
+    headers = pa.array([[(name, value)]], ARROW["map<string,string>"])
+    batch = pa.RecordBatch.from_arrays([pa.array([b""]), headers], names=["data", "headers"])
+    RowReader(columns, options, ("s.>",), SIZES, bad).read(batch)
     try:
         check_header(name, value)
     except ValueError:

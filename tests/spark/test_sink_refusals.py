@@ -92,7 +92,7 @@ def test_unsuitable_streams_and_options_are_refused(cell: Any, make: Any, writer
                 TRANSACTIONAL | {"sinkPartitions": "2"},
                 "keeps its markers: add that to the stream",
             ),
-            ({}, {"subject": "other.subject"}, "'other.subject' is not among the subjects of stream"),
+            ({}, {"subject": "other.subject"}, "'other.subject' (option 'subject') is not among its subjects"),
             ({}, {"subject": "a.*"}, "'subject': subject 'a.*' has a wildcard"),
             ({}, {"stream": "NOT_THERE"}, "stream 'NOT_THERE' does not exist"),
             ({}, {"stream": "A,B"}, "a write goes to one stream"),
@@ -101,7 +101,7 @@ def test_unsuitable_streams_and_options_are_refused(cell: Any, make: Any, writer
             ({}, {"startingOffsets": "latest"}, "applies only to reads"),
             ({}, {"sinkPartitions": "3"}, "it is for semantics=transactional, not for dedupe"),
             ({}, TRANSACTIONAL | {"sinkPartitions": "0"}, "'sinkPartitions': '0' is not an integer of at least 1"),
-            ({}, TRANSACTIONAL | {"sinkPartitions": "2", "transactionRows": "1000"}, "1000 is more than 999"),
+            ({}, TRANSACTIONAL | {"sinkPartitions": "2", "transactionRows": "1000"}, "1000 is more than 998"),
             ({}, {"domain": "a", "apiPrefix": "b"}, "cannot be combined"),
             (
                 {"max_msg_size": 400},
@@ -134,7 +134,11 @@ def test_options_of_another_kind_of_write_are_refused(cell: Any, make: Any, writ
         (VERSION | {"writeId": "a"}, False, "'writeId': it cannot be combined with 'txnAppId'"),
         (VERSION | {"txnAppId": "a.b"}, False, "'txnAppId': 'a.b' is not 1 to 64 characters"),
         (VERSION | {"txnVersion": "-1"}, False, "'txnVersion': '-1' is not an integer of at least 0"),
-        (VERSION, True, "'txnAppId': it is for batch writes; a streaming query takes its id from its checkpoint"),
+        (
+            VERSION,
+            True,
+            "'txnAppId': it applies only to batch writes; a streaming query takes its id from its checkpoint",
+        ),
     ]:
         with cell(options, streaming, message), pytest.raises(OptionError, match=re.escape(message)):
             writer(BOTH, make(), streaming=streaming, **options)

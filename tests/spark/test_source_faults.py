@@ -6,7 +6,6 @@ Short here; ``nox -s full -- spark_faults`` runs each with 40,000 rows, and thos
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -193,38 +192,6 @@ def test_other_partitions_between_two_attempts_at_a_micro_batch(
     pipeline.more(ROWS)
     pipeline.run(spark, semantics, limit=ROWS, minPartitions="5", partitions=5)
     pipeline.check(2 * ROWS)
-
-
-@pytest.mark.parametrize(
-    ("semantics", "pending"), [("dedupe", True), ("transactional", False), ("transactional", True)]
-)
-def test_a_checkpoint_of_version_1_goes_on(
-    spark: SparkSession, make_pipeline: Any, semantics: str, pending: bool
-) -> None:
-    pipeline = make_pipeline()
-    pipeline.make()
-    pipeline.run(spark, semantics)
-    for path in (pipeline.checkpoint / "offsets").iterdir():
-        if path.name.isdigit():
-            *head, offset = path.read_text().splitlines()
-            path.write_text("\n".join([*head, _of_version_1(offset)]))
-            (path.parent / f".{path.name}.crc").unlink(missing_ok=True)
-    if pending:
-        pipeline.forget_commit()
-    pipeline.more(ROWS)
-    pipeline.run(spark, semantics)
-    pipeline.check(2 * ROWS)
-    newest = max(
-        (path for path in (pipeline.checkpoint / "offsets").iterdir() if path.name.isdigit()),
-        key=lambda path: int(path.name),
-    )
-    assert json.loads(newest.read_text().splitlines()[-1])["v"] == 2
-
-
-def _of_version_1(offset: str) -> str:
-    streams = json.loads(offset)["streams"]
-    kept = {name: {"created": at["created"], "seq": at["seq"]} for name, at in streams.items()}
-    return json.dumps({"v": 1, "streams": kept}, separators=(",", ":"))
 
 
 @exact

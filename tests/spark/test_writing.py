@@ -1,32 +1,24 @@
-"""One partition, written as an executor writes it, without Spark."""
+"""One partition, written as an executor writes it, without a JVM."""
+
+from __future__ import annotations
 
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
+from pyspark.sql.types import ArrayType, BinaryType, StringType, StructType
 
 import jetstream_ext as jsx
 from jetstream_ext.client import fenced_write
-from jetstream_ext.errors import (
-    FencedError,
-    server_error,
-)
-from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.spark.connection import Connections
-from jetstream_ext.spark.markers import ReplayError
-from jetstream_ext.spark.options import WriteOptions
-from jetstream_ext.spark.planning import state_of
-from jetstream_ext.spark.rows import Message, Rows
-from jetstream_ext.spark.sink import Task, Written, write_partition
-from jetstream_ext.spark.transactional import SinkError
-from jetstream_ext.testing import NatsServer
+from jetstream_ext.errors import server_error
+from jetstream_ext.spark.ledger import SinkError
 
-QUERY = "q1"
+QUERY = "a-query"
 
 
 @pytest.fixture
@@ -49,40 +41,18 @@ def stream(with_js: Any, stream_name: Callable[[], str]) -> str:
 
 
 @pytest.fixture
-def change(with_js: Any, stream: str) -> Callable[..., None]:
-    """Change the configuration of the stream."""
+def write(sink: Any, stream: str) -> Callable[..., tuple[int, int]]:
+    """Run a task; return how many rows it had, and how many of them were stored before."""
 
-    async def run(js: JetStreamContext, config: dict[str, Any]) -> None:
-        found = (await js.stream_info(stream)).config
-        await js.update_stream(found.evolve(**config))
-
-    return lambda **config: with_js(lambda js: run(js, config))
-
-
-@pytest.fixture
-def write(server: NatsServer, stream: str, cache: Connections, with_js: Any) -> Callable[..., Written]:
-    def run(rows: Any, batch: int = 0, partition: int = 0, semantics: str = "transactional", **options: str) -> Written:
-        given = {"servers": server.url, "stream": stream, "semantics": semantics, "requestTimeout": "3"} | options
+    def run(rows: Any, batch: int = 0, partition: int = 0, semantics: str = "transactional", **options: str) -> Any:
         if semantics == "transactional":
-            given.setdefault("sinkPartitions", "2")
-        state = with_js(lambda js: state_of(js, stream))
-        parsed = WriteOptions.parse(given, streaming=True)
-        return write_partition(parsed, state, Task(QUERY, batch, partition), lambda *_: chunks(stream, rows))
+            options.setdefault("sinkPartitions", "2")
+        target = sink(stream, semantics, requestTimeout="3", **options)
+        given = (row if isinstance(row, Exception) else (f"{stream}.{row % 3}", b"%d" % row) for row in rows)
+        done = target.task(target.writer(), given, batch=batch, partition=partition)
+        return done.rows, done.skipped
 
     return run
-
-
-def chunks(stream: str, rows: Any) -> Iterator[Rows]:
-    """Yield numbered rows, ten at a time; raise an exception among them."""
-    chunk: list[Message] = []
-    for row in rows:
-        if isinstance(row, Exception):
-            raise row
-        chunk.append((f"{stream}.{row % 3}", b"%d" % row, None, None))
-        if len(chunk) == 10:
-            yield Rows.of(chunk)
-            chunk = []
-    yield Rows.of(chunk)
 
 
 @pytest.fixture
@@ -96,7 +66,7 @@ def stored(with_js: Any, stream: str) -> Callable[[], list[int]]:
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
 def test_rows_are_stored_in_order(write: Any, stored: Any, semantics: str) -> None:
-    assert write(range(2500), semantics=semantics) == Written(QUERY, 2500)
+    assert write(range(2500), semantics=semantics) == (2500, 0)
     assert stored() == list(range(2500))
 
 
@@ -121,147 +91,113 @@ def test_equal_rows_of_two_partitions_are_stored(write: Any, stored: Any) -> Non
     assert stored() == [1] * 8
 
 
-def test_dedupe_stores_repeated_rows_once(write: Any, stored: Any) -> None:
-    with pytest.raises(ZeroDivisionError):
-        write([*range(150), ZeroDivisionError()], semantics="dedupe")
-    write(range(200), semantics="dedupe")
-    write(range(200), semantics="dedupe")
-    assert stored() == list(range(200))
-    write(range(200), batch=1, semantics="dedupe")
-    assert len(stored()) == 400
+def test_repeated_rows_are_stored_once(cell: Any, write: Any, stored: Any) -> None:
+    for batch, (semantics, end) in enumerate(itertools.product(["dedupe", "transactional"], [150, 2100])):
+        with cell(semantics, end):
+            with pytest.raises(ZeroDivisionError):
+                write([*range(end), ZeroDivisionError()], batch, semantics=semantics)
+            write(range(2500), batch, semantics=semantics)
+            again = write(range(2500), batch, semantics=semantics)
+            assert again == (2500, 2500 if semantics == "transactional" else 0)
+            assert Counter(stored()) == dict.fromkeys(range(2500), batch + 1)
 
 
-def test_dedupe_recognises_rows_in_another_order(write: Any, stored: Any) -> None:
-    write([1, 2, 3, 2], semantics="dedupe")
-    write([2, 2, 1, 3], semantics="dedupe")
-    assert stored() == [1, 2, 3, 2]
+def test_rows_are_recognised_in_another_order_and_without_some(cell: Any, write: Any, stored: Any) -> None:
+    for batch, semantics in enumerate(["dedupe", "transactional"]):
+        with cell(semantics):
+            write([*[5] * 10, *range(10, 20)], batch, semantics=semantics)
+            write([5, *reversed(range(10, 30))], batch, semantics=semantics)
+            assert Counter(stored()) == {
+                row: count * (batch + 1) for row, count in Counter([*[5] * 10, *range(10, 30)]).items()
+            }
 
 
-def test_dedupe_recognises_the_rest_after_equal_rows_vanished(write: Any, stored: Any) -> None:
-    write([*[5] * 10, *range(10, 20)], semantics="dedupe")
-    write([5, *range(10, 30)], semantics="dedupe")
-    assert Counter(stored()) == Counter([*[5] * 10, *range(10, 30)])
-
-
-def test_rows_with_ids_of_their_own_do_not_count_as_equal_rows(
-    server: NatsServer, stream: str, cache: Connections, with_js: Any
-) -> None:
-    options = WriteOptions.parse({"servers": server.url, "stream": stream}, streaming=True)
-    state = StreamState(stream, "", {"subjects": [f"{stream}.*"]})
-    row = (f"{stream}.1", b"1", None)
-    for chunk in ([(*row, "own"), (*row, None)], [(*row, None), (*row, None)]):
-        write_partition(options, state, Task(QUERY, 0, 0), lambda *_, rows=chunk: [Rows.of(rows)])
+def test_rows_with_ids_of_their_own_do_not_count_as_equal_rows(sink: Any, stream: str, with_js: Any) -> None:
+    target, row = sink(stream), (f"{stream}.1", b"1")
+    for rows in ([(*row, "own"), row], [row, row]):
+        target.task(target.writer(), rows)
     own, made, another = ids(with_js, stream)
     assert (own, another) == ("own", f"{made}:1")
 
 
-class TestTransactions:
-    def test_repeated_rows_are_stored_once(self, write: Any, stored: Any) -> None:
-        rows = range(2500)
-        assert write(rows) == Written(QUERY, 2500)
-        assert write(rows) == Written(QUERY, 2500, skipped=2500)
-        assert stored() == list(rows)
-        assert write(rows, batch=1) == Written(QUERY, 2500)
-        assert len(stored()) == 5000
+def test_headers_of_kafkas_shape(cell: Any, sink: Any, stream: str, with_js: Any) -> None:
+    """In order, also those with equal names; a null value is an empty one, and null headers are none."""
 
-    def test_a_retry_stores_the_remaining_rows(self, write: Any, stored: Any) -> None:
-        with pytest.raises(ZeroDivisionError):
-            write([*range(2100), ZeroDivisionError()])
-        assert stored() in (list(range(999)), list(range(1998)))
-        assert write(range(2500)).rows == 2500
-        assert stored() == list(range(2500))
+    async def last(js: JetStreamContext) -> list[tuple[bytes, bytes]]:
+        message = await jsx.DirectGet(js, stream).get_last(f"{stream}.a")
+        return [pair for pair in message.raw_headers if not pair[0].startswith(b"Nats-")]
 
-    def test_an_old_attempt_is_fenced(self, write: Any, stored: Any) -> None:
+    for value, encode in ((StringType(), str), (BinaryType(), str.encode)):
+        headers = ArrayType(StructType().add("key", StringType()).add("value", value))
+        columns = {"subject": StringType(), "data": BinaryType(), "headers": headers}
+        target = sink(stream, "transactional", columns, sinkPartitions="1")
+
+        def write(*pairs: tuple[str | None, Any], batch: int, target: Any = target) -> list[tuple[bytes, bytes]]:
+            given = [{"key": name, "value": text} for name, text in pairs]
+            target.write([[(f"{stream}.a", b"", given or None)]], batch=batch)
+            found: list[tuple[bytes, bytes]] = with_js(last)
+            return found
+
+        with cell(value):
+            batch = 10 if isinstance(value, BinaryType) else 0
+            pairs = [("B", encode("1")), ("A", encode("\u00fc")), ("B", None), ("A", encode("3"))]
+            assert write(*pairs, batch=batch) == [(b"B", b"1"), (b"A", "\u00fc".encode()), (b"B", b""), (b"A", b"3")]
+            assert write(batch=batch + 1) == []
+            with pytest.raises(jsx.errors.JetStreamExtError, match=r"row 0 .*: one of its headers has no name \(key\)"):
+                write((None, encode("1")), batch=batch + 2)
+    with pytest.raises(jsx.errors.JetStreamExtError, match=r"row 0 .*: its header 'A' is not UTF-8"):
+        write(("A", b"\xff"), batch=13)
+
+
+def test_an_old_attempt_is_ended_by_a_later_micro_batch(write: Any, stored: Any) -> None:
+    write(range(10), batch=0)
+    write(range(10, 20), batch=1)
+    with pytest.raises(jsx.errors.FencedError, match="micro-batch 1 is already stored"):
         write(range(10), batch=0)
-        write(range(10, 20), batch=1)
-        with pytest.raises(FencedError, match="micro-batch 1 is already stored"):
-            write(range(10), batch=0)
-        with pytest.raises(
-            FencedError, match="start with a new checkpoint; a batch write needs another writeId or txn"
-        ):
-            write(range(10), batch=0)
-        assert stored() == list(range(20))
-
-    def test_a_transient_error_that_lasts_too_long_is_raised(self, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        async def busy(js: JetStreamContext, messages: Any, **options: Any) -> Any:
-            raise server_error(code=503, err_code=10210, description="busy")
-
-        monkeypatch.setattr(fenced_write, "publish_atomic", busy)
-        monkeypatch.setattr("jetstream_ext.spark.transactional.PATIENCE", 3.0)
-        with pytest.raises(
-            SinkError,
-            match=r"partition 0 of micro-batch 0: every attempt failed for 3 s: .*busy.*; its rows may be stored; restart",
-        ):
-            write(range(10))
-
-    def test_markers_fit_into_a_stream_of_small_messages(self, cell: Any, write: Any, stored: Any, change: Any) -> None:
-        for count, limit in enumerate((450, 600, 1024, 4096), 1):
-            with cell(limit):
-                change(max_msg_size=limit)
-                batch = (1 << 62) + count
-                assert write(range(500), batch=batch) == Written(QUERY, 500)
-                assert write([*reversed(range(500))], batch=batch) == Written(QUERY, 500, skipped=500)
-                assert stored() == [*range(500)] * count
+    assert stored() == list(range(20))
 
 
-class TestRemovedMarkers:
-    """Attempts that cannot read all markers of their micro-batch."""
+def test_a_transient_error_that_lasts_too_long_is_raised(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def busy(js: JetStreamContext, messages: Any, **options: Any) -> Any:
+        raise server_error(code=503, err_code=10210, description="busy")
 
-    @pytest.fixture
-    def remove(self, with_js: Any, stream: str) -> Callable[..., None]:
-        """Remove all markers of the partition but the newest `keep`."""
-
-        def run(keep: int) -> None:
-            with_js(lambda js: js.purge_stream(stream, subject=f"_spark.{stream}.{QUERY}.0", keep=keep))
-
-        return run
-
-    def test_other_rows_are_refused(self, cell: Any, write: Any, stored: Any, remove: Any) -> None:
-        write(range(2500))
-        remove(1)
-        refusal = r"partition 0 of micro-batch 0: 2,500 of its rows .* their markers were removed from the stream"
-        for rows in ([1, 0, *range(2, 2500)], range(1000), [], [*range(1997), 5]):
-            with cell(len(rows)):
-                with pytest.raises(ReplayError, match=refusal):
-                    write(rows)
-                assert stored() == list(range(2500))
-
-
-def test_an_error_names_the_rows_among_which_one_is_invalid(
-    cell: Any, stream: str, server: NatsServer, cache: Connections
-) -> None:
-    for (semantics, where), (data, headers) in itertools.product(
-        [
-            ("transactional", r"partition 1 of micro-batch 0: one of its rows 10 to 14"),
-            ("none", r"row 0 of partition 1, or a later one, could not be stored"),
-        ],
-        [(bytes(2 << 20), None), (b"", {"A": "1\r\nNats-Rollup: all"})],
+    monkeypatch.setattr(fenced_write, "publish_atomic", busy)
+    monkeypatch.setattr("jetstream_ext.spark.ledger.PATIENCE", 3.0)
+    with pytest.raises(
+        SinkError, match=r"micro-batch 0: every attempt failed for 3 s: .*busy.*; its rows may be stored; restart"
     ):
-        with cell(semantics, where, data, headers):
-            given = {"servers": server.url, "stream": stream, "semantics": semantics}
-            if semantics == "transactional":
-                given |= {"sinkPartitions": "2", "transactionRows": "10"}
-            options = WriteOptions.parse(given, streaming=True)
-            rows = [(f"{stream}.1", b"1", None, None)] * 14 + [(f"{stream}.1", data, headers, None)]
-            with pytest.raises(SinkError, match=rf"{where}( was refused)?: .*(max_payload|line break)"):
-                write_partition(
-                    options,
-                    StreamState(stream, "", {"subjects": [">"]}),
-                    Task(QUERY, 0, 1),
-                    lambda *_, rows=rows: [Rows.of(rows)],
-                )
+        write(range(10))
 
 
-def test_an_error_names_the_row_that_was_refused(stream: str, server: NatsServer, cache: Connections) -> None:
-    options = WriteOptions.parse({"servers": server.url, "stream": stream, "requestTimeout": "3"}, streaming=True)
-    small = [(f"{stream}.1", b"", None, None)] * 10
-    messages = [(f"{stream}.1", bytes(2 << 20) if row == 3 else b"", None, None) for row in range(5)]
-    with pytest.raises(SinkError, match=r"row 13 of partition 1: .* more than the server's max_payload") as caught:
-        write_partition(
-            options,
-            StreamState(stream, "", {"subjects": [">"]}),
-            Task(QUERY, 0, 1),
-            lambda *_: map(Rows.of, [small, messages]),
-        )
-    assert str(caught.value).endswith("; rows 0 to 12 are stored")
-    assert "message 3" not in str(caught.value)
+def test_markers_fit_into_a_stream_of_small_messages(cell: Any, sink: Any, with_js: Any, stream_name: Any) -> None:
+    for limit in (450, 600, 1024, 4096):
+        with cell(limit):
+            name = stream_name()
+            config = StreamConfig(name=name, subjects=[f"{name}.*", f"_spark.{name}.>"], allow_atomic=True)
+            with_js(lambda js, config=config, limit=limit: js.add_stream(config.evolve(max_msg_size=limit)))
+            target, rows = (
+                sink(name, "transactional", sinkPartitions="1"),
+                [(f"{name}.1", b"%d" % row) for row in range(500)],
+            )
+            for some, skipped in ((rows, 0), (rows[::-1], 500)):
+                done = target.task(target.writer(), some, batch=1 << 62)
+                assert (done.rows, done.skipped) == (500, skipped)
+
+
+def test_an_error_names_the_rows_among_which_one_became_too_large(
+    cell: Any, with_js: Any, sink: Any, stream_name: Any
+) -> None:
+    """The stream takes less than when the driver checked it."""
+    for semantics, where in [("transactional", "micro-batch 0: .*"), ("dedupe", "row 13 of partition 0: .*")]:
+        with cell(semantics):
+            name = stream_name()
+            config = StreamConfig(
+                name=name, subjects=[f"{name}.*", f"_spark.{name}.>"], allow_batched=True, allow_atomic=True
+            )
+            with_js(lambda js, config=config: js.add_stream(config))
+            target = sink(name, semantics, **({"sinkPartitions": "1"} if semantics == "transactional" else {}))
+            writer = target.writer()
+            with_js(lambda js, config=config: js.update_stream(config.evolve(max_msg_size=2000)))
+            rows = [(f"{name}.1", bytes(3000) if row == 13 else b"") for row in range(20)]
+            with pytest.raises(SinkError, match=rf"stream '{name}'[:,] {where}(it was not added|maximum|takes 2000)"):
+                target.task(writer, rows)

@@ -16,7 +16,7 @@ MODULES = (
     "jetstream_ext.spark.sink",
     "jetstream_ext.spark.source",
     "jetstream_ext.spark.streaming",
-    "jetstream_ext.spark.transactional",
+    "jetstream_ext.spark.ledger",
     "pandas",
     "pyarrow.compute",
     "pyspark.logger.worker_io",

@@ -7,20 +7,18 @@ import contextlib
 import json
 import pickle
 import threading
+import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import nats
 import pyarrow as pa
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
-from pyspark import TaskContext
-from pyspark.sql import Row, datasource
-from pyspark.sql.datasource import CaseInsensitiveDict, DataSourceArrowWriter
-from pyspark.sql.types import BinaryType, StringType, StructField, StructType
+from pyspark.sql.datasource import CaseInsensitiveDict
 
 import jetstream_ext as jsx
 from jetstream_ext.testing import NatsServer
@@ -29,8 +27,6 @@ from pyspark_jetstream_kv import DefaultSource as BucketSource
 
 Offset = dict[str, Any]
 Message = dict[str, Any]
-
-_ARROW_WRITERS = (DataSourceArrowWriter, getattr(datasource, "DataSourceStreamArrowWriter", DataSourceArrowWriter))
 
 
 def _spark_limits_batches() -> bool:
@@ -78,12 +74,25 @@ class StreamQuery(Reader):
             return _stored(self.reader.latestOffset())
         return _stored(self.reader.latestOffset(_stored(start), self.reader.getDefaultReadLimit()))
 
+    def next(self, start: Offset, within: float = 60) -> Offset:
+        """Return the end of the next micro-batch, for which Spark asks again and again."""
+        deadline = time.monotonic() + within
+        while (end := self.latest(start)) == start:
+            assert time.monotonic() < deadline, "there is no new message"
+            time.sleep(0.01)
+        return end
+
     def partitions(self, start: Offset, end: Offset) -> list[Any]:
         return list(self.reader.partitions(_stored(start), _stored(end)))
 
     def parts(self, start: Offset, end: Offset) -> list[list[Message]]:
         """Return the rows of a micro-batch, by partition."""
         return [self.read(partition) for partition in self.partitions(start, end)]
+
+    def rows(self) -> list[Message]:
+        """Return the rows of the first micro-batch."""
+        start = self.initial()
+        return [row for part in self.parts(start, self.latest(start)) for row in part]
 
     def seqs(self, start: Offset, end: Offset) -> list[int]:
         return [row["seq"] for part in self.parts(start, end) for row in part]
@@ -125,100 +134,19 @@ def stream_query(server: NatsServer) -> Callable[..., StreamQuery]:
     return make
 
 
+@pytest.fixture(scope="session")
+def bucket_query(server: NatsServer) -> Callable[..., StreamQuery]:
+    """Make a change feed of a bucket: ``bucket_query(bucket, **options)``."""
+
+    def make(bucket: str, **options: str) -> StreamQuery:
+        return StreamQuery(_reader(BucketSource, {"servers": server.url, "bucket": bucket} | options, "streamReader"))
+
+    return make
+
+
 def _reader(kind: type, options: dict[str, str], method: str) -> Any:
     source = kind(CaseInsensitiveDict(options))
     return getattr(source, method)(source.schema())
-
-
-class _Task(TaskContext):
-    """The context of a task."""
-
-    def __new__(cls, *_: object) -> Self:
-        return object.__new__(cls)
-
-    def __init__(self, partition: int, batch: int, attempt: int) -> None:
-        self._facts = partition, attempt
-        self._properties = {"sql.streaming.queryId": "a-query", "streaming.sql.batchId": f"{batch}"}
-
-    def partitionId(self) -> int:  # noqa: N802
-        return self._facts[0]
-
-    def attemptNumber(self) -> int:  # noqa: N802
-        return self._facts[1]
-
-    def stageId(self) -> int:  # noqa: N802
-        return 1
-
-    def taskAttemptId(self) -> int:  # noqa: N802
-        return 1000 + 10 * self._facts[0] + self._facts[1]
-
-    def getLocalProperty(self, key: str) -> str | None:  # noqa: N802
-        return self._properties.get(key)
-
-
-class Sink:
-    """The sink of a streaming query, or of batch writes."""
-
-    def __init__(self, options: dict[str, str]) -> None:
-        self._options = options
-
-    def plan(self) -> None:
-        """Plan a micro-batch."""
-        source, schema = self._source()
-        source.streamWriter(schema, False)
-
-    def write(self, parts: Iterable[Iterable[Message]], *, batch: int = 0, attempt: int = 0) -> None:
-        """Write a micro-batch, given by partition, and commit it."""
-        source, schema = self._source()
-        self._store(source.streamWriter(schema, False), parts, batch, attempt, (batch,))
-
-    def save(self, parts: Iterable[Iterable[Message]], attempt: int = 0) -> None:
-        """Write a DataFrame, given by partition, and commit it."""
-        source, schema = self._source()
-        self._store(source.writer(schema, False), parts, 0, attempt, ())
-
-    def _source(self) -> tuple[Any, StructType]:
-        fields = [StructField("subject", StringType()), StructField("data", BinaryType())]
-        if self._options.get("semantics", "dedupe") == "dedupe":
-            fields.append(StructField("msgId", StringType()))
-        return StreamSource(CaseInsensitiveDict(self._options)), StructType(fields)
-
-    def _store(
-        self, writer: Any, parts: Iterable[Iterable[Message]], batch: int, attempt: int, end: tuple[int, ...]
-    ) -> None:
-        names = self._source()[1].names
-        done = []
-        for number, rows in enumerate(parts):
-            given: Iterator[Any] = (Row(**{name: row.get(name) for name in names}) for row in rows)
-            if isinstance(writer, _ARROW_WRITERS):
-                given = _record_batches(given, names)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(TaskContext, "get", lambda number=number: _Task(number, batch, attempt))
-                done.append(pickle.loads(pickle.dumps(writer)).write(given))
-        writer.commit(done, *end)
-
-
-def _record_batches(rows: Iterator[Row], names: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yield rows a few at a time."""
-    schema = pa.schema([pa.field(name, pa.binary() if name == "data" else pa.string()) for name in names])
-    some: list[dict[str, Any]] = []
-    for row in rows:
-        some.append(row.asDict())
-        if len(some) == 5:
-            yield pa.RecordBatch.from_pylist(some, schema)
-            some = []
-    if some:
-        yield pa.RecordBatch.from_pylist(some, schema)
-
-
-@pytest.fixture(scope="session")
-def sink(server: NatsServer) -> Callable[..., Sink]:
-    """Make a sink: ``sink(stream, semantics, **options)``."""
-
-    def make(stream: str, semantics: str = "dedupe", **options: str) -> Sink:
-        return Sink({"servers": server.url, "stream": stream, "semantics": semantics} | options)
-
-    return make
 
 
 @pytest.fixture
@@ -274,17 +202,17 @@ def stored(with_js: Any) -> Callable[[str, str], Counter[bytes]]:
 
 
 @pytest.fixture
-def requests_seen(server: NatsServer) -> Callable[[str], Any]:
-    """Record the subjects of all requests about a stream: ``with requests_seen(stream) as subjects:``."""
+def requests_seen(server: NatsServer) -> Callable[..., Any]:
+    """Record the subjects of all requests about some streams: ``with requests_seen(stream, …) as subjects:``."""
 
     @contextlib.contextmanager
-    def record(stream: str) -> Iterator[list[str]]:
+    def record(*streams: str) -> Iterator[list[str]]:
         subjects: list[str] = []
         ready, done = threading.Event(), threading.Event()
 
         async def listen() -> None:
             async def take(msg: Any) -> None:
-                if stream in msg.subject.split("."):
+                if not set(streams).isdisjoint(msg.subject.split(".")):
                     subjects.append(msg.subject)
 
             async with await nats.connect(server.url, connect_timeout=10) as nc:

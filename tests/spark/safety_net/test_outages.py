@@ -56,9 +56,9 @@ def requests(
             "initial offset": stream_query("S", **options).initial,
             "latest offset": lambda: query.latest(start),
             "available now": stream_query("S", **options).reader.prepareForTriggerAvailableNow,
-            "micro-batch plan": lambda: query.partitions(start, end),
+            "micro-batch plan": lambda: stream_query("S", **options).partitions(start, end),
             "batch plan": batch_read("S", **options).partitions,
-            "sink": sink("S", **options).plan,
+            "sink": sink("S", **options).writer,
             "bucket plan": bucket_read("B", **options).partitions,
         }
         assert list(answers) == REQUESTS
